@@ -28,7 +28,9 @@ def test_a15_unit_strings_are_read_as_written(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 gigs", "1e9", "0x10", "nan", "4GiB extra", "1.0001KiB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "4 gigs", "1e9", "0x10", "nan", "4GiB extra", "1.0001KiB"]
+)
 def test_a15_what_is_no_size_is_refused_with_the_text(text):
     with pytest.raises(ConfigError, match="size|unit|whole number"):
         parse_size(text)
@@ -53,7 +55,9 @@ def test_addresses_of_both_kinds_are_read():
     )
 
 
-@pytest.mark.parametrize("text", ["memory:4GiB", "memory:0B", "disk:/kv", "disk:kv?capacity=1B&codec=lossless"])
+@pytest.mark.parametrize(
+    "text", ["memory:4GiB", "memory:0B", "disk:/kv", "disk:kv?capacity=1B&codec=lossless"]
+)
 def test_an_address_prints_as_it_is_read(text):
     assert str(parse_tier(text)) == text
 

@@ -1,4 +1,4 @@
-"""Tier addresses: the text that names one tier, `memory:4GiB` or `disk:PATH?capacity=50GiB&codec=lossless`, read strictly."""
+"""Tier addresses, read strictly: `memory:4GiB`, `disk:PATH?capacity=50GiB&codec=lossless`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {"memory": (), "disk": ("capacity", "code
 
 @dataclass(frozen=True)
 class TierAddress:
-    """One tier as asked for: its kind, the folder of a disk tier, its capacity in bytes, the codec of its objects.
+    """One tier as asked for: its kind, a disk tier's folder, its capacity in bytes, the codec of its objects.
 
     `capacity` None means that only the medium bounds the tier; 0 is legal and keeps nothing.
     """
@@ -71,8 +71,8 @@ def parse_tier(text: str) -> TierAddress:
         )
     place, _, query = rest.partition("?")
     if not colon or not place:
-        wanted = "a size, as in memory:4GiB" if kind == "memory" else "a folder, as in disk:PATH?capacity=50GiB"
-        raise ConfigError(f"the tier {text!r} lacks {wanted}")
+        wanted = {"memory": "a size, as in memory:4GiB", "disk": "a folder, as in disk:PATH?capacity=50GiB"}
+        raise ConfigError(f"the tier {text!r} lacks {wanted[kind]}")
     options = _read_options(text, kind, query)
     if kind == "memory":
         return TierAddress("memory", capacity=_capacity(text, place))
@@ -80,7 +80,8 @@ def parse_tier(text: str) -> TierAddress:
     codec = options.get("codec", "raw")
     if codec not in CODECS:
         raise ConfigError(
-            f"the tier {text!r} names the codec {codec!r}; known are {', '.join(CODECS)}{suggestion(codec, CODECS)}"
+            f"the tier {text!r} names the unknown codec {codec!r}; known are {', '.join(CODECS)}"
+            + suggestion(codec, CODECS)
         )
     limit = None if capacity is None else _capacity(text, capacity)
     return TierAddress("disk", Path(place).expanduser(), limit, codec)
@@ -118,14 +119,15 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size; write a number and a unit, as in 500MB or 4GiB")
     number, unit = match.groups()
     if unit not in UNITS:
-        close = [known for known in UNITS if known != "KB" and known.lower().startswith(unit.lower())]
-        hint = f"; did you mean {' or '.join(number + known for known in close)}?" if close else ""
-        raise ConfigError(f"{text!r} has the unknown unit {unit!r}; known are {', '.join(filter(None, UNITS))}{hint}")
+        close = [each for each in UNITS if each != "KB" and each.lower().startswith(unit.lower())]
+        hint = f"; did you mean {' or '.join(number + each for each in close)}?" if close else ""
+        known = ", ".join(filter(None, UNITS))
+        raise ConfigError(f"{text!r} has the unknown unit {unit!r}; known are {known}{hint}")
     size = Fraction(number) * UNITS[unit]
     if size.denominator != 1:
         raise ConfigError(f"{text!r} is not a whole number of bytes")
     if size > MAX_BYTES:
-        raise ConfigError(f"{text!r} is more than any store can hold, {MAX_BYTES} bytes; leave the capacity out instead")
+        raise ConfigError(f"{text!r} is more than any store can hold, which is {MAX_BYTES} bytes")
     return int(size)
 
 
