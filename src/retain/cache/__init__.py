@@ -1,0 +1,86 @@
+"""The cache: tiers in the order they are asked, and the calls of the waist over them. `open_cache` builds one."""
+
+from __future__ import annotations
+
+
+from retain.address import TierAddress, parse_tier
+from retain.codecs import codec
+from retain.errors import ConfigError
+from retain.stores.base import Store
+from retain.stores.disk import DiskStore
+from retain.stores.memory import MemoryStore
+
+from .cache import Cache
+from .flight import Flight
+from .ledger import Ledger
+from .planner import Planner
+from .results import (
+    Hit,
+    Loaded,
+    Nearest,
+    Query,
+    Removed,
+    Reservation,
+    Stats,
+    StoreResult,
+    TierStats,
+)
+from .tier import Tier
+
+DEFAULT_TIERS = ("memory:1GiB",)
+STAGING_BYTES = 512 << 20
+"""The arena of a cache that names no memory tier: every block passes through one."""
+
+UNBOUNDED = (1 << 63) - 1
+POLICIES = ("lru-leaf", "lru")
+
+
+def open_cache(*tiers: str | TierAddress, policy: str = "lru-leaf") -> Cache:
+    """Build a Cache from tier addresses, in the order they are asked: `memory:4GiB`, `disk:PATH?capacity=50GiB&codec=raw`.
+
+    Without a memory tier one of 512 MiB is added in front, for staging. Raises ConfigError for an address or policy that
+    cannot be used, StoreUnavailable for a folder that cannot be written.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"unknown eviction policy {policy!r}; known are {', '.join(POLICIES)}")
+    addresses = [parse_tier(each) if isinstance(each, str) else each for each in tiers or DEFAULT_TIERS]
+    memory = [each for each in addresses if each.kind == "memory"]
+    if len(memory) > 1 or (memory and addresses[0] is not memory[0]):
+        raise ConfigError("a cache has one memory tier, and it comes first")
+    if not memory:
+        addresses.insert(0, TierAddress("memory", capacity=STAGING_BYTES))
+    ledger = Ledger()
+    built: list[Tier] = []
+    for address in addresses:
+        store = _store(address)
+        name = store.kind if all(tier.kind != store.kind for tier in built) else f"{store.kind}-{len(built)}"
+        capacity = UNBOUNDED if address.capacity is None else address.capacity
+        built.append(Tier(name, store, capacity, codec(address.codec), policy, ledger))
+    return Cache(built, ledger)
+
+
+def _store(address: TierAddress) -> Store:
+    if address.kind == "memory":
+        return MemoryStore(address.capacity or 0)
+    if address.path is None:
+        raise ConfigError(f"the tier {address} names no folder")
+    return DiskStore(address.path)
+
+
+__all__ = [
+    "Cache",
+    "Flight",
+    "Hit",
+    "Ledger",
+    "Loaded",
+    "Nearest",
+    "Planner",
+    "Query",
+    "Removed",
+    "Reservation",
+    "Stats",
+    "StoreResult",
+    "Tier",
+    "TierStats",
+    "open_cache",
+]

@@ -1,0 +1,336 @@
+"""Cache: the third agreement of the waist. Lookup, load, store, drop over tiers, the first of which is memory.
+
+Every failure in here is a miss: counted, logged once with its reason, never raised to the caller of lookup, load or store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+
+from retain.block import Block, raw_layout
+from retain.errors import StoreError
+from retain.header import BlockHeader
+from retain.identity import Chain
+
+from .demote import Demoter
+from .find import Finder
+from .flight import Flight, Flights
+from .ledger import Ledger
+from .place import Arena
+from .planner import Planner
+from .read import Reader
+from .results import (
+    Hit,
+    Lease,
+    Loaded,
+    Nearest,
+    Part,
+    Query,
+    Removed,
+    Reservation,
+    Stats,
+    StoreResult,
+)
+from .tier import Tier
+
+LEASE_SECONDS = 60.0
+"""How long a hit that nobody loads keeps its blocks, at the most."""
+
+WAIT_FOR_ROOM = 2.0
+"""How long a store waits, at the most, for writes to lower tiers to free room in the arena."""
+
+
+class Cache:
+    """Keeps blocks and finds them again. Safe from several threads; use as a context manager or call `close`."""
+
+    def __init__(self, tiers: Sequence[Tier], ledger: Ledger) -> None:
+        self.tiers = tuple(tiers)
+        self.planner = Planner()
+        self._ledger = ledger
+        self._leases: set[Lease] = set()
+        self._lease_lock = threading.Lock()
+        self._flights = Flights()
+        self._arena = Arena(self.tiers[0], ledger, self._expire_leases)
+        self._finder = Finder(self.tiers, ledger)
+        self._reader = Reader(self.tiers, self._arena, ledger, self.planner)
+        self._demoter = Demoter(self.tiers[0], self.tiers[1:], ledger)
+        self._closed = False
+
+    def lookup(self, query: Query, *, plan: bool = True) -> Hit:
+        """The longest usable prefix of the query's tokens, leased until it is loaded or released.
+
+        Full blocks are found by key; behind the last of them, any kept block that continues it is used up to the first token
+        that differs. With `plan`, the hit is cut where loading more is predicted to take longer than computing it.
+        """
+        self._ledger.count("lookups")
+        self._ledger.count("requested_tokens", query.tokens)
+        found = 0
+        parts: tuple[Part, ...] = ()
+        if not self._closed:
+            try:
+                parts = self._finder.find(query)
+                found = sum(part.tokens for part in parts)
+                if plan and parts:
+                    parts = self._plan(query, parts)
+                parts = self._finder.acquire(parts)
+            except Exception as error:
+                parts = ()
+                self._ledger.failure("a lookup failed", error)
+        by_tier = self._by_tier(parts)
+        lease = self._lease(lambda: self._finder.release(parts), LEASE_SECONDS)
+        hit = Hit(query, parts, found, by_tier, lease)
+        self._ledger.count("hit_tokens", hit.tokens)
+        self._ledger.count("planned_away_tokens", found - hit.tokens)
+        self._ledger.count("lookup_hits" if hit.tokens else "lookup_misses")
+        return hit
+
+    def load(self, hit: Hit, *, timeout: float = 30.0) -> Loaded:
+        """Read a hit's blocks, verified, in order, ending before the first that cannot be had within `timeout` seconds.
+
+        Takes over the hit's lease. Blocks of lower tiers are read into the arena and stay there.
+        """
+        start = time.perf_counter()
+        self._ledger.count("loads")
+        parts = hit.parts
+        lease = hit.lease
+        try:
+            if not lease.held and parts:  # it lapsed: look again
+                again = () if self._closed else self._finder.acquire(self._finder.find(hit.query))
+                parts = again
+                lease = self._lease(lambda: self._finder.release(again), LEASE_SECONDS)
+            try:
+                blocks, leases = self._reader.read(hit.query, parts, start + timeout)
+            finally:
+                lease.release()
+        except Exception as error:
+            self._ledger.failure("a load failed", error)
+            blocks, leases = [], []
+        lengths = tuple(part.tokens for part in parts[: len(blocks)])
+        by_tier = self._by_tier(parts[: len(blocks)])
+        self._ledger.count("loaded_blocks", len(blocks))
+        self._ledger.count("loaded_tokens", sum(lengths))
+        return Loaded(tuple(blocks), lengths, by_tier, time.perf_counter() - start, tuple(leases))
+
+    def reserve(self, header: BlockHeader) -> Reservation | None:
+        """A place in the arena for a raw block, to be filled and committed; None where it is not wanted or there is no room.
+
+        The reservation's `tokens` and `arrays` are writable and uninitialised.
+        """
+        result = self._reserve(header)
+        return result if isinstance(result, Reservation) else None
+
+    def store(self, block: Block) -> StoreResult:
+        """Keep a raw block: in memory when this returns, in the tiers below soon after. The caller's arrays are copied."""
+        place = self._reserve(block.header)
+        if isinstance(place, StoreResult):
+            return place
+        try:
+            place.tokens[:] = block.tokens
+            for name, array in place.arrays.items():
+                array[...] = block.arrays[name]
+        except Exception:
+            place.abandon()
+            raise
+        return place.commit()
+
+    def missing(self, query: Query) -> list[int]:
+        """The indices of the chain's full blocks of which no tier holds an object for this reader."""
+        try:
+            return [] if self._closed else self._finder.missing(query)
+        except Exception as error:
+            self._ledger.failure("a lookup failed", error)
+            return []
+
+    def nearest(self, chain: Chain) -> Nearest | None:
+        """The kept prompt of the chain's space that agrees longest with it, whatever model variant it was kept for."""
+        try:
+            return None if self._closed else self._finder.nearest(chain)
+        except Exception as error:
+            self._ledger.failure("a search for the nearest prompt failed", error)
+            return None
+
+    def drop(self, keys: Iterable[bytes]) -> Removed:
+        """Remove every object of these keys from every tier."""
+        removed = Removed()
+        wanted = set(keys)
+        self._demoter.cancel(lambda key, _: key in wanted)
+        for tier in self.tiers:
+            with tier.lock:
+                for key in wanted:
+                    for slot in tier.index.same_key(key):
+                        size = tier.remove(slot)
+                        removed += Removed(1 if size else 0, size)
+        return self._removed(removed)
+
+    def clear(self, *, tier: str | None = None, space: bytes | None = None) -> Removed:
+        """Remove everything, or what one tier (by kind or name) or one space holds; returns what was removed.
+
+        Afterwards nothing of it hits: writes that were on their way are called off.
+        """
+        chosen = [each for each in self.tiers if tier in (None, each.kind, each.name)]
+        if tier is not None and not chosen:
+            raise ValueError(f"this cache has no tier {tier!r}; it has {', '.join(each.name for each in self.tiers)}")
+        self._demoter.cancel(lambda _, job: job.tier in chosen and space in (None, job.header.space))
+        removed = Removed()
+        for each in chosen:
+            self._finder.wait_adopted(each)
+            removed += each.clear(space)
+        return self._removed(removed)
+
+    def pin(self, keys: Iterable[bytes]) -> int:
+        """Keep these blocks from being evicted, in every tier that holds them; how many of the keys were found."""
+        return self._set_pin(keys, True)
+
+    def unpin(self, keys: Iterable[bytes]) -> int:
+        """Undo `pin`; how many of the keys were found."""
+        return self._set_pin(keys, False)
+
+    def flight(self, key: bytes, timeout: float) -> Flight:
+        """Lead the computation of block `key`, or wait for the one who does, at most `timeout` seconds."""
+        flight = self._flights.join(key, timeout)
+        if not flight.leader:
+            self._ledger.count("flights_joined")
+        return flight
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until every block stored so far is written to the tiers below; False where that took too long."""
+        return self._demoter.flush(timeout)
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Add to a counter, for engines."""
+        self._ledger.count(name, n)
+
+    def failure(self, reason: str, detail: object) -> None:
+        """Count and log a failure, for engines."""
+        self._ledger.failure(reason, detail)
+
+    def stats(self) -> Stats:
+        """Counters, failures by reason, and the tiers' state."""
+        return Stats(
+            counters=self._ledger.counters(),
+            failures=self._ledger.failures(),
+            tiers={tier.name: tier.stats() for tier in self.tiers},
+            pending_writes=self._demoter.pending,
+        )
+
+    def close(self) -> None:
+        """Write what is still to be written, then let the tiers go. Idempotent; afterwards every lookup misses."""
+        if self._closed:
+            return
+        self._demoter.flush(60.0)
+        self._closed = True
+        self._finder.close()
+        self._demoter.close()
+        self._reader.close()
+        for tier in self.tiers:
+            try:
+                tier.store.close()
+            except Exception as error:
+                self._ledger.failure(f"the {tier.name} tier did not close cleanly", error)
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _reserve(self, header: BlockHeader) -> Reservation | StoreResult:
+        if header.codec != "raw":
+            raise ValueError(f"blocks are stored raw and encoded by their tiers, got codec {header.codec!r}")
+        if self._closed:
+            return self._refused("closed")
+        try:
+            if self._finder.present(header):
+                self._ledger.count("present_blocks")
+                return StoreResult(True, "present")
+            layout = raw_layout(header)
+            buffer = self._arena.reserve(header.name, layout.size, WAIT_FOR_ROOM if self._demoter.pending else 0.0)
+            if buffer is None:
+                return self._refused("no room")
+        except KeyError:
+            return self._refused("busy")
+        except (StoreError, ValueError, OSError) as error:
+            self._ledger.failure("a block could not be placed in the arena", error)
+            return self._refused("failed")
+        tokens, arrays = layout.views(buffer)
+        state = {"open": True}
+
+        def abandon() -> None:
+            if state.pop("open", False):
+                self._arena.abandon(header.name)
+
+        def commit() -> StoreResult:
+            if not state.pop("open", False):
+                return self._refused("failed")
+            try:
+                layout.write_header(buffer)
+                slot = self._arena.commit(header, header.name, layout.size, leased=bool(self.tiers[1:]))
+            except Exception as error:
+                self._arena.abandon(header.name)
+                self._ledger.failure("a block could not be committed", error)
+                return self._refused("failed")
+            self._ledger.count("stored_blocks")
+            self._ledger.count("stored_bytes", layout.size)
+            if self.tiers[1:]:
+                self._demoter.submit(header, slot)
+            return StoreResult(True, "stored")
+
+        return Reservation(header, tokens, arrays, commit, abandon)
+
+    def _refused(self, reason: str) -> StoreResult:
+        self._ledger.count("refused_blocks")
+        return StoreResult(False, reason)
+
+    def _plan(self, query: Query, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        blocks = [
+            (part.first, part.tokens, [(self.tiers[source.tier].name, source.size) for source in part.sources])
+            for part in parts
+        ]
+        return parts[: self.planner.best_prefix(query.spec, blocks, int(query.chain.tokens.size))]
+
+    def _by_tier(self, parts: Sequence[Part]) -> dict[str, int]:
+        """Tokens by the kind of tier they come from: the lowest, where a block is put together from several."""
+        tokens: dict[str, int] = {}
+        for part in parts:
+            kind = self.tiers[max(source.tier for source in part.sources)].kind
+            tokens[kind] = tokens.get(kind, 0) + part.tokens
+        return tokens
+
+    def _set_pin(self, keys: Iterable[bytes], pinned: bool) -> int:
+        found = set()
+        wanted = set(keys)
+        for tier in self.tiers:
+            with tier.lock:
+                for key in wanted:
+                    for slot in tier.index.same_key(key):
+                        (tier.index.pin if pinned else tier.index.unpin)(slot)
+                        found.add(key)
+        return len(found)
+
+    def _removed(self, removed: Removed) -> Removed:
+        self._ledger.count("dropped_objects", removed.objects)
+        self._ledger.count("dropped_bytes", removed.bytes)
+        return removed
+
+    def _lease(self, release: Callable[[], None], seconds: float) -> Lease:
+        def end() -> None:
+            with self._lease_lock:
+                self._leases.discard(lease)
+            release()
+
+        lease = Lease(end, time.monotonic() + seconds)
+        with self._lease_lock:
+            self._leases.add(lease)
+        return lease
+
+    def _expire_leases(self) -> bool:
+        """End the leases of hits that were not loaded in time; whether there were any."""
+        now = time.monotonic()
+        with self._lease_lock:
+            late = [lease for lease in self._leases if lease.deadline is not None and lease.deadline < now]
+        for lease in late:
+            lease.release()
+        return bool(late)

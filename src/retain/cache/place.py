@@ -1,0 +1,88 @@
+"""The arena: the memory tier as the place through which all blocks go, in and out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from retain.errors import StoreFull
+from retain.header import BlockHeader
+from retain.stores.memory import MemoryStore
+
+from .ledger import Ledger
+from .tier import Tier
+
+
+class Arena:
+    """Places for raw blocks in the memory tier; evicts to make room. Safe from several threads."""
+
+    def __init__(self, tier: Tier, ledger: Ledger, expire: Callable[[], bool]) -> None:
+        if not isinstance(tier.store, MemoryStore):
+            raise TypeError("a cache's first tier is memory")
+        self.tier = tier
+        self._store = tier.store
+        self._ledger = ledger
+        self._expire = expire
+        self._open: set[str] = set()
+        self._open_lock = threading.Lock()
+
+    def reserve(self, name: str, size: int, wait: float) -> memoryview | None:
+        """A writable place of `size` bytes, evicting what is worth least; None when that is not enough within `wait` seconds.
+
+        Raises KeyError when `name` is here already or on its way.
+        """
+        with self._open_lock:
+            if name in self._open or self._store.size(name) is not None:
+                raise KeyError(name)
+            self._open.add(name)
+        try:
+            buffer = self._allocate(name, size, time.monotonic() + wait)
+        except BaseException:
+            self._forget(name)
+            raise
+        if buffer is None:
+            self._forget(name)
+        return buffer
+
+    def commit(self, header: BlockHeader, name: str, size: int, *, leased: bool) -> int:
+        """Make a filled place visible; its slot, leased once for the caller if asked."""
+        try:
+            with self.tier.lock:
+                self._store.commit(name)
+                slot = self.tier.insert(header, name, size)
+                if leased:
+                    self.tier.acquire([slot])
+                return slot
+        finally:
+            self._forget(name)
+
+    def abandon(self, name: str) -> None:
+        """Give a place back unfilled."""
+        self._store.abandon(name)
+        self._forget(name)
+        with self.tier.room:
+            self.tier.room.notify_all()
+
+    def view(self, slot: int) -> memoryview | None:
+        """The bytes in a slot, read-only; valid while the slot is leased."""
+        return self._store.view(self.tier.object_name(slot))
+
+    def _allocate(self, name: str, size: int, deadline: float) -> memoryview | None:
+        if size > self.tier.capacity:
+            return None
+        while True:
+            try:
+                return self._store.reserve(name, size)
+            except StoreFull:
+                if self.tier.evict_one() or self._expire():
+                    continue
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                with self.tier.room:
+                    self.tier.room.wait(min(left, 0.1))
+
+    def _forget(self, name: str) -> None:
+        with self._open_lock:
+            self._open.discard(name)

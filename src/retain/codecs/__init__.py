@@ -1,0 +1,19 @@
+"""Codecs: how a block's numbers are encoded. `codec(name)` gives one by its word."""
+
+from retain.codecs.base import Codec
+from retain.codecs.lossless import Lossless
+from retain.codecs.raw import Raw
+from retain.errors import ConfigError
+
+CODECS: dict[str, Codec] = {each.name: each for each in (Raw(), Lossless())}
+
+
+def codec(name: str) -> Codec:
+    """The codec called `name`; raises ConfigError for a word nobody knows."""
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise ConfigError(f"unknown codec {name!r}; known are {', '.join(CODECS)}") from None
+
+
+__all__ = ["CODECS", "Codec", "codec"]
