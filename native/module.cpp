@@ -1,0 +1,159 @@
+// The Python module retain._native: inputs are checked here, and work is done in the other files.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "index.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+using retain::Index;
+using retain::Key;
+using retain::kNone;
+using retain::Slot;
+
+using Slots = nb::ndarray<const Slot, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Key key_from(const nb::bytes& bytes, const char* what) {
+    if (bytes.size() != retain::kKeyBytes) {
+        throw std::invalid_argument(std::string(what) + " must be 32 bytes, got " + std::to_string(bytes.size()));
+    }
+    return Key::from(bytes.c_str());
+}
+
+nb::ndarray<nb::numpy, Slot, nb::ndim<1>> to_numpy(std::vector<Slot>&& values) {
+    auto* kept = new std::vector<Slot>(std::move(values));
+    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<Slot>*>(p); });
+    return nb::ndarray<nb::numpy, Slot, nb::ndim<1>>(kept->data(), {kept->size()}, owner);
+}
+
+std::optional<Slot> or_none(Slot slot) { return slot == kNone ? std::nullopt : std::optional<Slot>(slot); }
+
+// What Python sees of a record: a copy, so that it stays true to the moment it was asked for.
+struct Entry {
+    retain::Record record;
+    std::uint64_t tick;
+};
+
+nb::bytes key_bytes(const Key& key) { return nb::bytes(key.data(), retain::kKeyBytes); }
+
+void bind_index(nb::module_& module) {
+    nb::class_<Entry>(module, "Record")
+        .def_prop_ro("key", [](const Entry& e) { return key_bytes(e.record.key); })
+        .def_prop_ro("parent", [](const Entry& e) { return key_bytes(e.record.parent); })
+        .def_prop_ro("form", [](const Entry& e) { return e.record.form; })
+        .def_prop_ro("space", [](const Entry& e) { return e.record.space; })
+        .def_prop_ro("size", [](const Entry& e) { return e.record.size; })
+        .def_prop_ro("offset", [](const Entry& e) { return e.record.offset; })
+        .def_prop_ro("tick", [](const Entry& e) { return e.tick; })
+        .def_prop_ro("refs", [](const Entry& e) { return e.record.refs; })
+        .def_prop_ro("hits", [](const Entry& e) { return e.record.hits; })
+        .def_prop_ro("pinned", [](const Entry& e) { return e.record.pinned; })
+        .def("__repr__", [](const Entry& e) {
+            const nb::object hex = key_bytes(e.record.key).attr("hex")();
+            return "Record(key=" + nb::cast<std::string>(hex).substr(0, 12) + "..., form=" + std::to_string(e.record.form) +
+                   ", size=" + std::to_string(e.record.size) + ", refs=" + std::to_string(e.record.refs) + ")";
+        });
+
+    using Many = void (Index::*)(const Slot*, std::size_t);
+    const auto of_array = [](Many method) {
+        return [method](Index& index, const Slots& slots) { (index.*method)(slots.data(), slots.size()); };
+    };
+    const auto of_list = [](Many method) {
+        return [method](Index& index, const std::vector<Slot>& slots) { (index.*method)(slots.data(), slots.size()); };
+    };
+
+    nb::class_<Index>(module, "Index")
+        .def(nb::init<const std::string&>(), nb::arg("policy"))
+        .def(
+            "insert",
+            [](Index& index, const nb::bytes& key, std::uint32_t form, std::uint32_t space, const nb::bytes& parent,
+               std::uint64_t size, std::uint64_t offset) {
+                const Key own = key_from(key, "key");
+                const Key above = key_from(parent, "parent");
+                if (index.find(own, form) != kNone) {
+                    throw nb::key_error(("the index already holds this key in form " + std::to_string(form)).c_str());
+                }
+                return index.insert(own, form, space, above, size, offset);
+            },
+            nb::arg("key"), nb::arg("form"), nb::arg("space"), nb::arg("parent"), nb::arg("size"), nb::arg("offset") = 0)
+        .def("remove", &Index::remove, nb::arg("slot"))
+        .def(
+            "find",
+            [](const Index& index, const nb::bytes& key, std::uint32_t form) {
+                return or_none(index.find(key_from(key, "key"), form));
+            },
+            nb::arg("key"), nb::arg("form"))
+        .def(
+            "same_key", [](const Index& index, const nb::bytes& key) { return index.same_key(key_from(key, "key")); },
+            nb::arg("key"))
+        .def(
+            "children",
+            [](const Index& index, const nb::bytes& parent, std::size_t limit) {
+                return index.children(key_from(parent, "parent"), limit);
+            },
+            nb::arg("parent"), nb::arg("limit"))
+        .def(
+            "lookup",
+            [](const Index& index, const nb::bytes& keys, const std::vector<std::uint32_t>& forms) {
+                if (keys.size() % retain::kKeyBytes != 0) {
+                    throw std::invalid_argument("keys must be 32 bytes each, got " + std::to_string(keys.size()) + " in all");
+                }
+                std::vector<Slot> found(keys.size() / retain::kKeyBytes);
+                index.lookup(keys.c_str(), found.size(), forms, found.data());
+                return to_numpy(std::move(found));
+            },
+            nb::arg("keys"), nb::arg("forms"))
+        .def("touch", of_array(&Index::touch), nb::arg("slots").noconvert())
+        .def("touch", of_list(&Index::touch), nb::arg("slots"))
+        .def("acquire", of_array(&Index::acquire), nb::arg("slots").noconvert())
+        .def("acquire", of_list(&Index::acquire), nb::arg("slots"))
+        .def("release", of_array(&Index::release), nb::arg("slots").noconvert())
+        .def("release", of_list(&Index::release), nb::arg("slots"))
+        .def("pin", &Index::pin, nb::arg("slot"))
+        .def("unpin", &Index::unpin, nb::arg("slot"))
+        .def("victim", [](const Index& index) { return or_none(index.victim()); })
+        .def(
+            "record", [](const Index& index, Slot slot) { return Entry{index.record(slot), index.tick(slot)}; },
+            nb::arg("slot"))
+        .def(
+            "set_parent",
+            [](Index& index, Slot slot, const nb::bytes& parent) { index.set_parent(slot, key_from(parent, "parent")); },
+            nb::arg("slot"), nb::arg("parent"))
+        .def("set_offset", &Index::set_offset, nb::arg("slot"), nb::arg("offset"))
+        .def(
+            "slots",
+            [](const Index& index, std::optional<std::uint32_t> space, std::optional<std::uint32_t> form) {
+                return to_numpy(index.slots(space, form));
+            },
+            nb::arg("space") = nb::none(), nb::arg("form") = nb::none())
+        .def(
+            "space_bytes",
+            [](const Index& index, std::uint32_t space) {
+                const retain::Totals totals = index.space_totals(space);
+                return std::pair(totals.count, totals.bytes);
+            },
+            nb::arg("space"))
+        .def_prop_ro("count", [](const Index& index) { return index.totals().count; })
+        .def_prop_ro("bytes", [](const Index& index) { return index.totals().bytes; })
+        .def_prop_ro("leased", &Index::leased)
+        .def_prop_ro("pinned", &Index::pinned)
+        .def_prop_ro("nbytes", &Index::nbytes)
+        .def("__len__", [](const Index& index) { return index.totals().count; });
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    module.doc() = "The native part of retain.";
+    bind_index(module);
+}

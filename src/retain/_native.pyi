@@ -1,0 +1,98 @@
+"""The native part of retain (native/*.cpp): the index of a tier and the allocator and copy of the memory arena."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Slots = Sequence[int] | npt.NDArray[np.uint32]
+
+class Record:
+    """What an index knows of one object, as it was when asked for."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def parent(self) -> bytes: ...
+    @property
+    def form(self) -> int: ...
+    @property
+    def space(self) -> int: ...
+    @property
+    def size(self) -> int:
+        """Bytes of the object."""
+    @property
+    def offset(self) -> int: ...
+    @property
+    def tick(self) -> int:
+        """When it was inserted or last touched, counted in insertions and touches of the whole index."""
+    @property
+    def refs(self) -> int:
+        """Leases on it."""
+    @property
+    def hits(self) -> int:
+        """Times it was touched."""
+    @property
+    def pinned(self) -> bool: ...
+
+class Index:
+    """The objects of one tier: found by key, chained by parent, and ordered by who goes next. About 145 bytes a record.
+
+    A record is known by its slot, a number that is given to another record once this one was removed. Methods raise
+    IndexError for a slot that holds no record; those that take several slots change nothing then. Every call holds the GIL,
+    and so is atomic among Python threads.
+
+    Policies: "lru" lets the record go that was used longest ago; "lru-leaf" does so among the records whose key is the
+    parent of no record in this index, children before parents. Leased and pinned records never go.
+    """
+
+    def __init__(self, policy: str) -> None:
+        """Raises ValueError for an unknown policy."""
+    def insert(self, key: bytes, form: int, space: int, parent: bytes, size: int, offset: int = 0) -> int:
+        """Add a record as the most recently used one; return its slot. Raises KeyError if (key, form) is there.
+
+        A record that names itself as its parent counts as nobody's child.
+        """
+    def remove(self, slot: int) -> None:
+        """Forget a record, leases and pin included: whoever holds a lease on it must not release it later."""
+    def find(self, key: bytes, form: int) -> int | None: ...
+    def same_key(self, key: bytes) -> list[int]:
+        """The slots of all forms of `key`, in no particular order."""
+    def children(self, parent: bytes, limit: int) -> list[int]:
+        """At most `limit` records whose parent is `parent`, most recently used first. `parent` need not be in the index."""
+    def lookup(self, keys: bytes, forms: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """For each 32-byte key of `keys`, the slot of the first of `forms` that is there, else 0xFFFFFFFF."""
+    def touch(self, slots: Slots) -> None:
+        """Mark records as just used, the last of `slots` as the most recent; counts a hit for each."""
+    def acquire(self, slots: Slots) -> None:
+        """Take a lease on each."""
+    def release(self, slots: Slots) -> None:
+        """Give a lease on each back. Raises ValueError, and changes nothing, where there is none."""
+    def pin(self, slot: int) -> bool:
+        """Keep a record until it is unpinned; True if it was not pinned before."""
+    def unpin(self, slot: int) -> bool:
+        """The reverse of `pin`; True if it was pinned."""
+    def victim(self) -> int | None:
+        """The slot that goes next by the policy; None when every record is held. Does not remove it."""
+    def record(self, slot: int) -> Record: ...
+    def set_parent(self, slot: int, parent: bytes) -> None: ...
+    def set_offset(self, slot: int, offset: int) -> None: ...
+    def slots(self, space: int | None = None, form: int | None = None) -> npt.NDArray[np.uint32]:
+        """All slots in use, or those of one space or form, in ascending order."""
+    def space_bytes(self, space: int) -> tuple[int, int]:
+        """(records, bytes) of one space."""
+    def __len__(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def bytes(self) -> int:
+        """Sum of the sizes of all objects."""
+    @property
+    def leased(self) -> int:
+        """Records with at least one lease."""
+    @property
+    def pinned(self) -> int:
+        """Records that are pinned."""
+    @property
+    def nbytes(self) -> int:
+        """Memory that the index itself takes."""
