@@ -1,6 +1,7 @@
 """Block: canonical arrays and the object format they are kept in, a valid safetensors file (docs/format.md).
 
-`header.py` knows the bytes of the header; this module joins it with the numbers: building, reading, cutting, assembling.
+`header.py` knows the bytes of the header; this module joins it with the numbers: building, reading, cutting,
+assembling.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from retain.codecs import Codec, codec as codec_named
+from retain.codecs import CODECS, Codec
 from retain.codecs.base import Array, container
 from retain.errors import InvalidObject
 from retain.header import (
@@ -37,8 +38,9 @@ _NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uin
 class Block:
     """The KV of consecutive tokens: what it is, the tokens, and one K and one V array a layer group.
 
-    `arrays` maps `k` and `v` (`k.0`, `v.0`, `k.1` ... where layer shapes differ) to `[layers, heads, tokens, head_dim]`;
-    bfloat16 numbers are held as uint16. A block read from a cache is a read-only view, valid while its lease lasts.
+    `arrays` maps `k` and `v` (`k.0`, `v.0`, `k.1` ... where layer shapes differ) to `[layers, heads, tokens,
+    head_dim]`; bfloat16 numbers are held as uint16. A block read from a cache is a read-only view, valid
+    while its lease lasts.
     """
 
     header: BlockHeader
@@ -56,14 +58,19 @@ class Block:
         raise IndexError(f"layer {index} is not in the slice {self.header.slice.text}")
 
     def encode(self, codec: Codec) -> list[Buffer]:
-        """The object's bytes as buffers to be written one after the other; array buffers are not copied for raw."""
+        """The object's bytes as buffers to be written one after the other; array buffers are not copied for
+        raw.
+        """
         header = replace(self.header, codec=codec.name)
         if codec.lossy:
             header = replace(header, fidelity="lossy")
         streams = codec.encode(self.arrays, header.dtype)
         contents: dict[str, Array] = {"tokens": self.tokens.astype("<u4", copy=False)}
         contents.update((name, np.ascontiguousarray(array)) for name, array in streams.items())
-        tensors = [Tensor(name, _safetensors_dtype(name, array, header), array.shape) for name, array in contents.items()]
+        tensors = [
+            Tensor(name, _safetensors_dtype(name, array, header), array.shape)
+            for name, array in contents.items()
+        ]
         buffers = [_bytes(array) for array in contents.values()]
         sums = {name: _xxh3(data) for name, data in zip(contents, buffers, strict=True)}
         return [render_frame(header, tensors, sums), *buffers]
@@ -127,7 +134,7 @@ def make_header(
 
 
 def group_rows(header: BlockHeader) -> list[tuple[LayerGroup, tuple[int, ...]]]:
-    """The layer groups of which the header's slice holds something, each with the model layers in its rows."""
+    """The layer groups of which the header's slice holds something, each with its rows' model layers."""
     rows = []
     for group in layer_groups(header.layers):
         held = tuple(layer for layer in group.layers if header.slice.covers(layer))
@@ -217,7 +224,8 @@ def open_object(data: memoryview) -> tuple[Frame, dict[str, Array]]:
 
 
 def verify_object(data: memoryview) -> tuple[Frame, dict[str, Array]]:
-    """Parse an object and verify everything in it: checksums, token ids against key and content key, tensor shapes.
+    """Parse an object and verify everything in it: checksums, token ids against key and content key, tensor
+    shapes.
 
     Raises InvalidObject with the reason.
     """
@@ -235,7 +243,7 @@ def verify_object(data: memoryview) -> tuple[Frame, dict[str, Array]]:
         raise InvalidObject("the object's token ids do not give its content key")
     if header.codec == "raw":
         kind = _SAFETENSORS[header.dtype]
-        expected = {"tokens": ("U32", (header.count,))}
+        expected: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("U32", (header.count,))}
         expected.update((name, (kind, shape)) for name, shape in array_shapes(header).items())
         if {tensor.name: (tensor.dtype, tensor.shape) for tensor in frame.tensors} != expected:
             raise InvalidObject("the object's tensors do not fit the layout that its header states")
@@ -243,7 +251,9 @@ def verify_object(data: memoryview) -> tuple[Frame, dict[str, Array]]:
 
 
 def decode(data: memoryview, expected: Expected | None = None) -> Block:
-    """The block in an object's bytes, verified. Raw blocks are views of `data`; others are decoded into new arrays."""
+    """The block in an object's bytes, verified. Raw blocks are views of `data`; others are decoded into new
+    arrays.
+    """
     frame, views = verify_object(data)
     header = frame.header
     if expected is not None:
@@ -262,14 +272,21 @@ def decode_into(
     frame: Frame, tokens: Tokens, streams: Mapping[str, Array], layout: RawLayout, buffer: memoryview
 ) -> Block:
     """Decode a verified object's streams into `buffer`, laid out as `layout` says. Raises InvalidObject."""
+    known = CODECS.get(frame.header.codec)
+    if known is None:
+        raise InvalidObject(
+            f"the object is encoded with {frame.header.codec!r}, which this version does not know"
+        )
     token_view, arrays = layout.views(buffer)
     np.copyto(token_view, tokens)
-    codec_named(frame.header.codec).decode(streams, frame.header.dtype, arrays)
+    known.decode(streams, frame.header.dtype, arrays)
     return Block(layout.header, token_view, arrays)
 
 
 def cut(block: Block, wanted: Slice) -> Block:
-    """The part of `block` that lies in `wanted`, as views. Raises ValueError where the slices do not overlap so."""
+    """The part of `block` that lies in `wanted`, as views. Raises ValueError where the slices do not overlap
+    so.
+    """
     return assemble([block], wanted)
 
 
@@ -289,7 +306,11 @@ def assemble(parts: Sequence[Block], wanted: Slice) -> Block:
         heads = wanted.heads(group.heads) if group.heads > 1 else range(1)
         pieces = []
         for part in parts:
-            if part.header.key != model.key or part.header.layers != model.layers or part.header.dtype != model.dtype:
+            if (
+                part.header.key != model.key
+                or part.header.layers != model.layers
+                or part.header.dtype != model.dtype
+            ):
                 raise ValueError("slices of different blocks cannot be assembled")
             piece = _piece(part, name, group, rows, heads)
             if piece is not None:
@@ -309,7 +330,8 @@ def _piece(part: Block, name: str, group: LayerGroup, rows: tuple[int, ...], hea
     if not common or low >= high:
         return None
     source = part.arrays[name][
-        held_rows.index(common[0]) : held_rows.index(common[-1]) + 1, low - held_heads.start : high - held_heads.start
+        held_rows.index(common[0]) : held_rows.index(common[-1]) + 1,
+        low - held_heads.start : high - held_heads.start,
     ]
     target_rows = slice(rows.index(common[0]), rows.index(common[-1]) + 1)
     return target_rows, slice(low - heads.start, high - heads.start), source
@@ -336,7 +358,8 @@ def _group_of(header: BlockHeader, name: str) -> LayerGroup:
 
 
 def _tensor_views(buffer: memoryview, tensors: Sequence[Tensor], data_start: int) -> dict[str, Array]:
-    # Slices of one array, so that all views share one base object: its life is that of the last view (see cache.load).
+    # Slices of one array, so that all views share one base object: its life is that of the last view (see
+    # cache.load).
     whole = np.frombuffer(buffer, np.uint8)
     views: dict[str, Array] = {}
     at = data_start
@@ -359,7 +382,7 @@ def _safetensors_dtype(name: str, array: Array, header: BlockHeader) -> str:
 def _bytes(array: Array) -> memoryview:
     if array.size == 0:
         return memoryview(b"")
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _xxh3(data: Buffer) -> int:
@@ -371,7 +394,9 @@ def block_of(header: BlockHeader, tokens: Sequence[int] | Tokens, arrays: Mappin
     ids = as_tokens(tokens)
     shapes = array_shapes(header)
     if ids.size != header.count or arrays.keys() != shapes.keys():
-        raise ValueError(f"a block of {header.count} tokens needs arrays {sorted(shapes)}, got {sorted(arrays)}")
+        raise ValueError(
+            f"a block of {header.count} tokens needs arrays {sorted(shapes)}, got {sorted(arrays)}"
+        )
     for name, shape in shapes.items():
         if arrays[name].shape != shape or arrays[name].dtype != container(header.dtype):
             raise ValueError(

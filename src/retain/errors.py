@@ -1,8 +1,10 @@
-"""The few exceptions a user of Retain can meet. Everything else that goes wrong is a miss: counted and logged, not raised."""
+"""The few exceptions a user of Retain can meet. Everything else that goes wrong is a miss: counted and
+logged, not raised.
+"""
 
 
 class RetainError(Exception):
-    """Base of all errors of this package; its text is one sentence that says what was wrong and what to do."""
+    """Base of all errors here; its text is one sentence that says what was wrong and what to do."""
 
 
 class ConfigError(RetainError):
@@ -22,7 +24,9 @@ class MissingDependency(RetainError):
 
 
 class InvalidObject(RetainError):
-    """Bytes that are not a whole, intact object of the expected identity. Inside the cache this becomes a counted miss."""
+    """Bytes that are not a whole, intact object of the expected identity. Inside the cache this becomes a
+    counted miss.
+    """
 
 
 class StoreError(RetainError):

@@ -38,8 +38,9 @@ _CODEC = re.compile(r"[a-z0-9-]{1,32}\Z")
 class BlockHeader:
     """What a block says of itself. Digests are 32 bytes; positions and counts are in tokens.
 
-    `first` is the absolute position of the first token; `media` are relative to it. `fidelity` says how the numbers came
-    about, `lineage` is the digest of the non-exact prefix they were computed on, None for an exact one.
+    `first` is the absolute position of the first token; `media` are relative to it. `fidelity` says how the
+    numbers came about, `lineage` is the digest of the non-exact prefix they were computed on, None for an
+    exact one.
     """
 
     key: bytes
@@ -69,14 +70,16 @@ class BlockHeader:
         return object_name(self.key, self.variant, self.slice, self.codec, self.lineage)
 
 
-def object_name(key: bytes, variant: bytes, slice: Slice, codec: str, lineage: bytes | None = None) -> str:
-    """`key.form`: the object's name in every store. Digests after the key are cut to 16 bytes; the header has them whole."""
-    return f"{key.hex()}.{form_of(variant, slice, codec, lineage)}"
+def object_name(key: bytes, variant: bytes, part: Slice, codec: str, lineage: bytes | None = None) -> str:
+    """`key.form`: the object's name in every store. Digests after the key are cut to 16 bytes; the header has
+    them whole.
+    """
+    return f"{key.hex()}.{form_of(variant, part, codec, lineage)}"
 
 
-def form_of(variant: bytes, slice: Slice, codec: str, lineage: bytes | None = None) -> str:
+def form_of(variant: bytes, part: Slice, codec: str, lineage: bytes | None = None) -> str:
     """The part of an object's name behind the key: which variant, slice, codec and lineage."""
-    form = f"{variant[:16].hex()}.{slice.text}.{codec}"
+    form = f"{variant[:16].hex()}.{part.text}.{codec}"
     return form if lineage is None else f"{form}.{lineage[:16].hex()}"
 
 
@@ -108,7 +111,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Frame:
-    """A parsed head: the block's header, its tensors in file order, their checksums, where the data starts."""
+    """A parsed head: the block's header, tensors in file order, their checksums, where the data starts."""
 
     header: BlockHeader
     tensors: tuple[Tensor, ...]
@@ -127,7 +130,11 @@ def render_frame(header: BlockHeader, tensors: Sequence[Tensor], checksums: Mapp
     document["__metadata__"]["xxh3"] = " ".join(f"{checksums[tensor.name]:016x}" for tensor in tensors)
     at = 0
     for tensor in tensors:
-        document[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.size]}
+        document[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.size],
+        }
         at += tensor.size
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
@@ -221,7 +228,9 @@ def _metadata(header: BlockHeader) -> dict[str, str]:
         "first": str(header.first),
         "count": str(header.count),
         "slice": header.slice.text,
-        "media": json.dumps([[m.position, m.length, m.digest.hex()] for m in header.media], separators=(",", ":")),
+        "media": json.dumps(
+            [[m.position, m.length, m.digest.hex()] for m in header.media], separators=(",", ":")
+        ),
         "codec": header.codec,
         "parameters": header.parameters,
         "fidelity": header.fidelity,
@@ -235,7 +244,9 @@ def _header(metadata: dict[str, str]) -> BlockHeader:
     if metadata["format"] != FORMAT:
         raise InvalidObject(f"the object has format {metadata['format'][:40]!r}; this version reads {FORMAT}")
     if metadata["features"]:
-        raise InvalidObject(f"the object needs features this version does not have: {metadata['features'][:80]}")
+        raise InvalidObject(
+            f"the object needs features this version does not have: {metadata['features'][:80]}"
+        )
     if metadata["dtype"] not in DTYPES:
         raise InvalidObject(f"the object's KV has unknown dtype {metadata['dtype'][:20]!r}")
     if not _CODEC.match(metadata["codec"]):
@@ -299,7 +310,8 @@ def _layers_text(layers: tuple[LayerSpec, ...]) -> str:
             layer.k_dim,
             layer.v_dim,
             layer.window,
-            layer.rope and [layer.rope.theta, layer.rope.rotary_dim, layer.rope.scaling, layer.rope.parameters],
+            layer.rope
+            and [layer.rope.theta, layer.rope.rotary_dim, layer.rope.scaling, layer.rope.parameters],
         ]
         for count, layer in runs(layers)
     ]
@@ -316,7 +328,9 @@ def _layers(text: str) -> tuple[LayerSpec, ...]:
         turn = None
         if rope is not None:
             theta, rotary_dim, scaling, parameters = rope
-            fixed = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in parameters)
+            fixed = tuple(
+                (key, tuple(value) if isinstance(value, list) else value) for key, value in parameters
+            )
             turn = RopeSpec(theta, rotary_dim, scaling, fixed)
         layers.extend([LayerSpec(kind, heads, k_dim, v_dim, window, turn)] * count)
     return tuple(layers)

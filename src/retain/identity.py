@@ -1,6 +1,8 @@
-"""Identity: which KV this is. Spaces, chained block keys, tails and content keys, as defined in docs/format.md.
+"""Identity: which KV this is. Spaces, chained block keys, tails and content keys, as defined in
+docs/format.md.
 
-Everything here depends on content alone: not on process, host, path, engine, topology, Python version or hash seed.
+Everything here depends on content alone: not on process, host, path, engine, topology, Python version or hash
+seed.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ _INTEGER = struct.Struct("<BQq")
 def digest(domain: str, *fields: Field) -> bytes:
     """SHA-256 over the canonical encoding of `domain` and `fields`: 32 bytes.
 
-    Each field is encoded as one type byte, a 64-bit little-endian length and its bytes, so that no two different
-    field lists share an encoding: ("ab", "c") differs from ("a", "bc"), and an absent field (None) from an empty one.
+    Each field is encoded as one type byte, a 64-bit little-endian length and its bytes, so that no two
+    different field lists share an encoding: ("ab", "c") differs from ("a", "bc"), and an absent field (None)
+    from an empty one.
     """
     parts = [_encode(domain)]
     parts.extend(_encode(field) for field in fields)
@@ -99,14 +102,22 @@ def root_key(space: bytes) -> bytes:
 def block_key(parent: bytes, tokens: Tokens, media: Sequence[Media] = (), start: int = 0) -> bytes:
     """The key of a block of `tokens` at positions `start` onwards, behind `parent`.
 
-    Media that overlap the block count with their offset from the block's start (negative when they begin before it).
+    Media that overlap the block count with their offset from the block's start (negative when they begin
+    before it).
     """
-    return digest("retain/key", parent, tokens.astype("<u4", copy=False).tobytes(), _media_fields(media, start, tokens.size))
+    return digest(
+        "retain/key",
+        parent,
+        tokens.astype("<u4", copy=False).tobytes(),
+        _media_fields(media, start, tokens.size),
+    )
 
 
 def content_key(tokens: Tokens, media: Sequence[Media] = (), start: int = 0) -> bytes:
     """The key of a block's tokens alone, wherever they stand: for reuse at another position."""
-    return digest("retain/content", tokens.astype("<u4", copy=False).tobytes(), _media_fields(media, start, tokens.size))
+    return digest(
+        "retain/content", tokens.astype("<u4", copy=False).tobytes(), _media_fields(media, start, tokens.size)
+    )
 
 
 def _media_fields(media: Sequence[Media], start: int, count: int) -> Field:
@@ -120,7 +131,8 @@ def _media_fields(media: Sequence[Media], start: int, count: int) -> Field:
 class Chain:
     """A token list with the keys of its full blocks.
 
-    `keys[i]` names the block of tokens [i * block_tokens, (i + 1) * block_tokens); its parent is `parents[i]`.
+    `keys[i]` names the block of tokens [i * block_tokens, (i + 1) * block_tokens); its parent is
+    `parents[i]`.
     """
 
     space: bytes
@@ -174,7 +186,7 @@ def chain(
     head = _encode("retain/key") + _LENGTH.pack(0x42, KEY_BYTES)
     middle = _LENGTH.pack(0x42, 4 * block_tokens)
     none = _encode(None)
-    data = memoryview(ids.astype("<u4", copy=False)).cast("B")
+    data = ids.astype("<u4", copy=False).data.cast("B")
     width = 4 * block_tokens
     sha256 = hashlib.sha256
     for at in range(0, len(data) - width + 1, width):

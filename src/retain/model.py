@@ -1,4 +1,6 @@
-"""What one token's KV looks like for a model: layers, heads, sizes, RoPE, and the digests that say which weights made it."""
+"""What one token's KV looks like for a model: layers, heads, sizes, RoPE, and the digests that say which
+weights made it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ DTYPES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 class RopeSpec:
     """Rotary position embedding: base, how many of a head's dimensions it turns, and the scaling rule.
 
-    `parameters` are the rule's numbers and words by their Hugging Face names, sorted, so that equal rules compare equal.
+    `parameters` are the rule's numbers and words by their Hugging Face names, sorted, so that equal rules
+    compare equal.
     """
 
     theta: float
@@ -30,8 +33,9 @@ class RopeSpec:
 class LayerSpec:
     """One layer's KV: `heads` KV heads of `k_dim` and `v_dim` numbers a token.
 
-    A latent layer has one head of k_dim = latent rank + rotary part and v_dim 0. `window` is the number of last tokens a
-    sliding layer attends to, itself included; None elsewhere. `rope` is None where keys are not rotated.
+    A latent layer has one head of k_dim = latent rank + rotary part and v_dim 0. `window` is the number of
+    last tokens a sliding layer attends to, itself included; None elsewhere. `rope` is None where keys are not
+    rotated.
     """
 
     kind: str
@@ -98,7 +102,9 @@ class Slice:
         return parsed
 
     def heads(self, total: int) -> range:
-        """The heads of a layer of `total` heads that the slice covers; raises ValueError where it would cut one."""
+        """The heads of a layer of `total` heads that the slice covers; raises ValueError where it would cut
+        one.
+        """
         low, high = self.head_start * total, self.head_stop * total
         if low % self.head_parts or high % self.head_parts:
             raise ValueError(f"the slice {self.text} does not divide {total} heads evenly")
@@ -116,7 +122,7 @@ def _gcd(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers of equal shape, kept in one tensor each for K and V: their indices in the model, and the shape."""
+    """Layers of equal shape, kept in one tensor each for K and V: their indices, and the shape."""
 
     index: int
     layers: tuple[int, ...]
@@ -149,7 +155,9 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise UnsupportedModel(f"KV of dtype {self.dtype!r} cannot be kept; known are {', '.join(DTYPES)}")
+            raise UnsupportedModel(
+                f"KV of dtype {self.dtype!r} cannot be kept; known are {', '.join(DTYPES)}"
+            )
         if not self.layers:
             raise UnsupportedModel(f"the model {self.name!r} has no layers")
 

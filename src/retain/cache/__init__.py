@@ -1,7 +1,8 @@
-"""The cache: tiers in the order they are asked, and the calls of the waist over them. `open_cache` builds one."""
+"""The cache: tiers in the order they are asked, and the calls of the waist over them. `open_cache` builds
+one.
+"""
 
 from __future__ import annotations
-
 
 from retain.address import TierAddress, parse_tier
 from retain.codecs import codec
@@ -36,10 +37,11 @@ POLICIES = ("lru-leaf", "lru")
 
 
 def open_cache(*tiers: str | TierAddress, policy: str = "lru-leaf") -> Cache:
-    """Build a Cache from tier addresses, in the order they are asked: `memory:4GiB`, `disk:PATH?capacity=50GiB&codec=raw`.
+    """Build a Cache from tier addresses, in the order they are asked: `memory:4GiB`,
+    `disk:PATH?capacity=50GiB&codec=raw`.
 
-    Without a memory tier one of 512 MiB is added in front, for staging. Raises ConfigError for an address or policy that
-    cannot be used, StoreUnavailable for a folder that cannot be written.
+    Without a memory tier one of 512 MiB is added in front, for staging. Raises ConfigError for an address or
+    policy that cannot be used, StoreUnavailable for a folder that cannot be written.
     """
     if policy not in POLICIES:
         raise ConfigError(f"unknown eviction policy {policy!r}; known are {', '.join(POLICIES)}")

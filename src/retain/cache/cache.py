@@ -1,6 +1,8 @@
-"""Cache: the third agreement of the waist. Lookup, load, store, drop over tiers, the first of which is memory.
+"""Cache: the third agreement of the waist. Lookup, load, store, drop over tiers, the first of which is
+memory.
 
-Every failure in here is a miss: counted, logged once with its reason, never raised to the caller of lookup, load or store.
+Every failure in here is a miss: counted, logged once with its reason, never raised to the caller of lookup,
+load or store.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Self
 
 from retain.block import Block, raw_layout
 from retain.errors import StoreError
@@ -44,7 +47,7 @@ WAIT_FOR_ROOM = 2.0
 
 
 class Cache:
-    """Keeps blocks and finds them again. Safe from several threads; use as a context manager or call `close`."""
+    """Keeps blocks and finds them again. Thread-safe; use as a context manager or call `close`."""
 
     def __init__(self, tiers: Sequence[Tier], ledger: Ledger) -> None:
         self.tiers = tuple(tiers)
@@ -56,14 +59,15 @@ class Cache:
         self._arena = Arena(self.tiers[0], ledger, self._expire_leases)
         self._finder = Finder(self.tiers, ledger)
         self._reader = Reader(self.tiers, self._arena, ledger, self.planner)
-        self._demoter = Demoter(self.tiers[0], self.tiers[1:], ledger)
+        self._demoter = Demoter(self._arena, self.tiers[1:], ledger)
         self._closed = False
 
     def lookup(self, query: Query, *, plan: bool = True) -> Hit:
         """The longest usable prefix of the query's tokens, leased until it is loaded or released.
 
-        Full blocks are found by key; behind the last of them, any kept block that continues it is used up to the first token
-        that differs. With `plan`, the hit is cut where loading more is predicted to take longer than computing it.
+        Full blocks are found by key; behind the last of them, any kept block that continues it is used up to
+        the first token that differs. With `plan`, the hit is cut where loading more is predicted to take
+        longer than computing it.
         """
         self._ledger.count("lookups")
         self._ledger.count("requested_tokens", query.tokens)
@@ -88,7 +92,8 @@ class Cache:
         return hit
 
     def load(self, hit: Hit, *, timeout: float = 30.0) -> Loaded:
-        """Read a hit's blocks, verified, in order, ending before the first that cannot be had within `timeout` seconds.
+        """Read a hit's blocks, verified, in order, ending before the first that cannot be had within
+        `timeout` seconds.
 
         Takes over the hit's lease. Blocks of lower tiers are read into the arena and stay there.
         """
@@ -115,7 +120,8 @@ class Cache:
         return Loaded(tuple(blocks), lengths, by_tier, time.perf_counter() - start, tuple(leases))
 
     def reserve(self, header: BlockHeader) -> Reservation | None:
-        """A place in the arena for a raw block, to be filled and committed; None where it is not wanted or there is no room.
+        """A place in the arena for a raw block, to be filled and committed; None where it is not wanted or
+        there is no room.
 
         The reservation's `tokens` and `arrays` are writable and uninitialised.
         """
@@ -123,7 +129,9 @@ class Cache:
         return result if isinstance(result, Reservation) else None
 
     def store(self, block: Block) -> StoreResult:
-        """Keep a raw block: in memory when this returns, in the tiers below soon after. The caller's arrays are copied."""
+        """Keep a raw block: in memory when this returns, in the tiers below soon after. The caller's arrays
+        are copied.
+        """
         place = self._reserve(block.header)
         if isinstance(place, StoreResult):
             return place
@@ -145,7 +153,9 @@ class Cache:
             return []
 
     def nearest(self, chain: Chain) -> Nearest | None:
-        """The kept prompt of the chain's space that agrees longest with it, whatever model variant it was kept for."""
+        """The kept prompt of the chain's space that agrees longest with it, whatever model variant it was
+        kept for.
+        """
         try:
             return None if self._closed else self._finder.nearest(chain)
         except Exception as error:
@@ -172,7 +182,9 @@ class Cache:
         """
         chosen = [each for each in self.tiers if tier in (None, each.kind, each.name)]
         if tier is not None and not chosen:
-            raise ValueError(f"this cache has no tier {tier!r}; it has {', '.join(each.name for each in self.tiers)}")
+            raise ValueError(
+                f"this cache has no tier {tier!r}; it has {', '.join(each.name for each in self.tiers)}"
+            )
         self._demoter.cancel(lambda _, job: job.tier in chosen and space in (None, job.header.space))
         removed = Removed()
         for each in chosen:
@@ -181,7 +193,9 @@ class Cache:
         return self._removed(removed)
 
     def pin(self, keys: Iterable[bytes]) -> int:
-        """Keep these blocks from being evicted, in every tier that holds them; how many of the keys were found."""
+        """Keep these blocks from being evicted, in every tier that holds them; how many of the keys were
+        found.
+        """
         return self._set_pin(keys, True)
 
     def unpin(self, keys: Iterable[bytes]) -> int:
@@ -196,7 +210,7 @@ class Cache:
         return flight
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Wait until every block stored so far is written to the tiers below; False where that took too long."""
+        """Wait until all blocks stored so far are written to the tiers below; False where it took too long."""
         return self._demoter.flush(timeout)
 
     def count(self, name: str, n: int = 1) -> None:
@@ -217,7 +231,9 @@ class Cache:
         )
 
     def close(self) -> None:
-        """Write what is still to be written, then let the tiers go. Idempotent; afterwards every lookup misses."""
+        """Write what is still to be written, then let the tiers go. Idempotent; afterwards every lookup
+        misses.
+        """
         if self._closed:
             return
         self._demoter.flush(60.0)
@@ -231,10 +247,12 @@ class Cache:
             except Exception as error:
                 self._ledger.failure(f"the {tier.name} tier did not close cleanly", error)
 
-    def __enter__(self) -> Cache:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _reserve(self, header: BlockHeader) -> Reservation | StoreResult:
@@ -247,7 +265,9 @@ class Cache:
                 self._ledger.count("present_blocks")
                 return StoreResult(True, "present")
             layout = raw_layout(header)
-            buffer = self._arena.reserve(header.name, layout.size, WAIT_FOR_ROOM if self._demoter.pending else 0.0)
+            buffer = self._arena.reserve(
+                header.name, layout.size, WAIT_FOR_ROOM if self._demoter.pending else 0.0
+            )
             if buffer is None:
                 return self._refused("no room")
         except KeyError:
@@ -286,13 +306,17 @@ class Cache:
 
     def _plan(self, query: Query, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         blocks = [
-            (part.first, part.tokens, [(self.tiers[source.tier].name, source.size) for source in part.sources])
+            (
+                part.first,
+                part.tokens,
+                [(self.tiers[source.tier].name, source.size) for source in part.sources],
+            )
             for part in parts
         ]
         return parts[: self.planner.best_prefix(query.spec, blocks, int(query.chain.tokens.size))]
 
     def _by_tier(self, parts: Sequence[Part]) -> dict[str, int]:
-        """Tokens by the kind of tier they come from: the lowest, where a block is put together from several."""
+        """Tokens by the kind of tier they come from: the lowest, where a block comes from several."""
         tokens: dict[str, int] = {}
         for part in parts:
             kind = self.tiers[max(source.tier for source in part.sources)].kind

@@ -10,9 +10,9 @@ from retain.block import Block, open_object
 from retain.errors import StoreError, StoreFull
 from retain.header import BlockHeader
 from retain.stores.base import Buffer
-from retain.stores.memory import MemoryStore
 
 from .ledger import Ledger
+from .place import Arena
 from .tier import Tier
 from .workers import Workers
 
@@ -20,7 +20,9 @@ WRITERS = 1
 """Threads that write: one, for on a small machine a second takes the engine's core and gains nothing."""
 
 MAKE_ROOM_TRIES = 8
-"""How many objects are evicted, at the most, for one that the medium refuses although the tier's capacity allows it."""
+"""How many objects are evicted, at the most, for one that the medium refuses although the tier's capacity
+allows it.
+"""
 
 
 @dataclass(eq=False)
@@ -34,10 +36,12 @@ class Job:
 
 
 class Demoter:
-    """Writes each block once to each lower tier. A job holds a lease on its block in the arena until it is done."""
+    """Writes each block once to each lower tier. A job holds a lease on its block in the arena until it is
+    done.
+    """
 
-    def __init__(self, memory: Tier, below: Sequence[Tier], ledger: Ledger) -> None:
-        self._memory = memory
+    def __init__(self, arena: Arena, below: Sequence[Tier], ledger: Ledger) -> None:
+        self._arena = arena
         self._below = tuple(below)
         self._ledger = ledger
         self._workers = Workers("retain-write", WRITERS)
@@ -82,7 +86,7 @@ class Demoter:
         finally:
             with self._lock:
                 self._jobs.difference_update(jobs)
-            self._memory.release([jobs[0].slot])
+            self._arena.tier.release([jobs[0].slot])
 
     def _write(self, job: Job) -> None:
         tier = job.tier
@@ -93,7 +97,9 @@ class Demoter:
         chunks = self._chunks(job)
         size = sum(len(chunk) for chunk in chunks)
         if not tier.make_room(size):
-            self._ledger.failure(f"a block does not fit the {tier.name} tier", f"{size} bytes, capacity {tier.capacity}")
+            self._ledger.failure(
+                f"a block does not fit the {tier.name} tier", f"{size} bytes, capacity {tier.capacity}"
+            )
             return
         try:
             self._put(tier, name, chunks)
@@ -110,8 +116,7 @@ class Demoter:
         self._ledger.count("written_bytes", size)
 
     def _chunks(self, job: Job) -> list[Buffer]:
-        assert isinstance(self._memory.store, MemoryStore)
-        view = self._memory.store.view(job.header.name)
+        view = self._arena.view(job.slot)
         if view is None:
             raise StoreError("the block left the arena before it was written")
         if job.tier.codec.name == "raw":

@@ -149,7 +149,9 @@ class Finder:
         return Part(best[2], first, best[0], (best[1],))
 
     def _touch(self, matches: Sequence[Slots], count: int, parts: Sequence[Part]) -> None:
-        """A block in use is in use in every tier that holds it: else the copy below would age while memory serves."""
+        """A block in use is in use in every tier that holds it: else the copy below would age while memory
+        serves.
+        """
         for number, tier in enumerate(self._tiers):
             used: dict[int, None] = {}
             for index, part in enumerate(parts):
@@ -252,7 +254,9 @@ class Finder:
                     raise InvalidObject("the object ends inside its token ids")
             return frame, np.frombuffer(bytes(buffer[frame.data_start : stop]), "<u4")
         except (InvalidObject, StoreError) as error:
-            self._ledger.failure(f"the head of an object of the {tier.name} tier could not be read", f"{name}: {error}")
+            self._ledger.failure(
+                f"the head of an object of the {tier.name} tier could not be read", f"{name}: {error}"
+            )
             return None, None
 
     # what earlier runs left
@@ -272,7 +276,9 @@ class Finder:
                 tier.adopt(each)
                 adopted.append(each)
             except (ValueError, KeyError) as error:
-                self._ledger.failure(f"a foreign object lies in the {tier.name} tier and is left alone", error)
+                self._ledger.failure(
+                    f"a foreign object lies in the {tier.name} tier and is left alone", error
+                )
         self._ledger.count("adopted_objects", len(adopted))
         if not tier.make_room(0):
             self._ledger.failure(f"the {tier.name} tier holds more than its capacity", f"{tier.bytes} bytes")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
+from typing import Self
 
 
 class Flight:
     """One caller's part in a computation that others may be waiting for.
 
-    The leader computes and stores, then leaves the `with` block; followers have already waited when they get theirs.
+    The leader computes and stores, then leaves the `with` block; followers have already waited when they get
+    theirs.
     """
 
     def __init__(self, board: Flights, key: bytes, leader: bool, landed: bool) -> None:
@@ -19,10 +21,12 @@ class Flight:
         self.landed = landed
         """Whether the leader finished before this follower's timeout."""
 
-    def __enter__(self) -> Flight:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.land()
 
     def land(self) -> None:

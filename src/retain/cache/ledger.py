@@ -57,7 +57,9 @@ class Ledger:
                 self._counters[name] += n
 
     def failure(self, reason: str, detail: object) -> None:
-        """Count a failure under `reason` (a few words, no data) and log it with its detail, at most once a minute."""
+        """Count a failure under `reason` (a few words, no data) and log it with its detail, at most once a
+        minute.
+        """
         now = time.monotonic()
         with self._lock:
             self._failures[reason] += 1

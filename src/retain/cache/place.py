@@ -28,7 +28,8 @@ class Arena:
         self._open_lock = threading.Lock()
 
     def reserve(self, name: str, size: int, wait: float) -> memoryview | None:
-        """A writable place of `size` bytes, evicting what is worth least; None when that is not enough within `wait` seconds.
+        """A writable place of `size` bytes, evicting what is worth least; None when that is not enough within
+        `wait` seconds.
 
         Raises KeyError when `name` is here already or on its way.
         """

@@ -1,7 +1,8 @@
 """The planner: load a kept prefix, or only its first part, where that is predicted to beat computing it.
 
-Both sides are measured as the cache runs: prefill as a*n + b*n*(mean context), a model's cost being linear in tokens plus
-attention over what came before; a tier as latency + bytes / bandwidth. Until both are known, what is kept is loaded.
+Both sides are measured as the cache runs: prefill as a*n + b*n*(mean context), a model's cost being linear in
+tokens plus attention over what came before; a tier as latency + bytes / bandwidth. Until both are known, what
+is kept is loaded.
 """
 
 from __future__ import annotations
@@ -62,14 +63,18 @@ class Planner:
                 line.rows.append((float(tokens), _context(first, tokens), seconds))
 
     def observe_load(self, tier: str, objects: int, size: int, seconds: float) -> None:
-        """Reading `objects` objects of `size` bytes in all from `tier` took `seconds`, verification and decoding included."""
+        """Reading `objects` objects of `size` bytes in all from `tier` took `seconds`, verification and
+        decoding included.
+        """
         if size > 0 and seconds > 0:
             with self._lock:
                 self._tiers.setdefault(tier, _Line()).rows.append((float(objects), float(size), seconds))
                 self._trust[tier] = 1.0
 
     def prefill_seconds(self, spec: ModelSpec, first: int, tokens: int) -> float | None:
-        """Predicted seconds to compute `tokens` tokens behind `first` others; None before the first observation."""
+        """Predicted seconds to compute `tokens` tokens behind `first` others; None before the first
+        observation.
+        """
         with self._lock:
             line = self._prefill.get(spec.variant)
             return line.predict(float(tokens), _context(first, tokens)) if line and tokens > 0 else None
@@ -81,8 +86,11 @@ class Planner:
             predicted = line.predict(float(objects), float(size)) if line else None
             return None if predicted is None else predicted * self._trust.get(tier, 1.0)
 
-    def best_prefix(self, spec: ModelSpec, blocks: Sequence[tuple[int, int, Sequence[tuple[str, int]]]], total: int) -> int:
-        """How many of the first `blocks` to load so that loading and computing the rest of `total` tokens is soonest.
+    def best_prefix(
+        self, spec: ModelSpec, blocks: Sequence[tuple[int, int, Sequence[tuple[str, int]]]], total: int
+    ) -> int:
+        """How many of the first `blocks` to load so that loading and computing the rest of `total` tokens is
+        soonest.
 
         A block is (first token, tokens used, [(tier, bytes) of its objects]).
         """

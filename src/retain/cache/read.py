@@ -1,4 +1,6 @@
-"""Reading: a hit's blocks, from memory in place, from lower tiers through the arena, each verified on its way in."""
+"""Reading: a hit's blocks, from memory in place, from lower tiers through the arena, each verified on its way
+in.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class Reader:
         self._workers = Workers("retain-read", READERS)
 
     def read(self, query: Query, parts: Sequence[Part], deadline: float) -> tuple[list[Block], list[Lease]]:
-        """The blocks of `parts` up to the first that cannot be had before `deadline` (perf_counter seconds)."""
+        """The blocks of `parts` up to the first that cannot be had by `deadline` (perf_counter seconds)."""
         start = time.perf_counter()
         tasks = [[self._start(source, part.key, query) for source in part.sources] for part in parts]
         blocks: list[Block] = []
@@ -106,7 +108,9 @@ class Reader:
         except StoreError as error:
             self._ledger.failure(f"an object of the {tier.name} tier could not be read", error)
         except Exception as error:
-            self._ledger.failure(f"reading from the {tier.name} tier failed", f"{type(error).__name__}: {error}")
+            self._ledger.failure(
+                f"reading from the {tier.name} tier failed", f"{type(error).__name__}: {error}"
+            )
         return None
 
     def _resident(self, slot: int, key: bytes, query: Query | None) -> tuple[Block, Lease]:
@@ -190,7 +194,9 @@ class Reader:
             tier.remove(source.slot)
             raise
 
-    def _settle(self, header: BlockHeader, raw_name: str, buffer: memoryview, *, placed: bool) -> tuple[Block, Lease]:
+    def _settle(
+        self, header: BlockHeader, raw_name: str, buffer: memoryview, *, placed: bool
+    ) -> tuple[Block, Lease]:
         if placed:
             slot = self._arena.commit(header, raw_name, len(buffer), leased=True)
             self._ledger.count("promoted_blocks")

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from retain.block import Block
 from retain.codecs.base import Array
@@ -20,8 +20,8 @@ from retain.model import ModelSpec, Slice
 class Query:
     """What a reader asks for: the tokens, the model that will use the KV, and how much of it.
 
-    `slice` None asks for the whole. `fidelity` is the lowest accepted. At most `limit` tokens are used: engines pass the
-    prompt's length less one, for the last token has to be computed in any case.
+    `slice` None asks for the whole. `fidelity` is the lowest accepted. At most `limit` tokens are used:
+    engines pass the prompt's length less one, for the last token has to be computed in any case.
     """
 
     chain: Chain
@@ -53,7 +53,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """A block of a hit: its key, where its tokens begin, how many of its first tokens are used, the objects to read."""
+    """A block of a hit: its key, where its tokens begin, how many of its first tokens are used, the objects
+    to read.
+    """
 
     key: bytes
     first: int
@@ -62,7 +64,9 @@ class Part:
 
 
 class Lease:
-    """A claim on blocks: they stay while it lasts. It ends when released, when its owner is gone, or at its deadline."""
+    """A claim on blocks: they stay while it lasts. It ends when released, when its owner is gone, or at its
+    deadline.
+    """
 
     def __init__(self, release: Callable[[], None], deadline: float | None = None) -> None:
         self._release: Callable[[], None] | None = release
@@ -104,10 +108,12 @@ class Hit:
         """Give the lease back without loading. Idempotent."""
         self.lease.release()
 
-    def __enter__(self) -> Hit:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
 
@@ -115,7 +121,8 @@ class Hit:
 class Loaded:
     """Verified blocks in order. Their arrays are read-only views, valid until `close`.
 
-    `lengths[i]` is how many of the first tokens of `blocks[i]` are to be used; only the last may be less than its count.
+    `lengths[i]` is how many of the first tokens of `blocks[i]` are to be used; only the last may be less than
+    its count.
     """
 
     blocks: tuple[Block, ...]
@@ -133,10 +140,12 @@ class Loaded:
         for lease in self.leases:
             lease.release()
 
-    def __enter__(self) -> Loaded:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -149,7 +158,9 @@ class StoreResult:
 
 
 class Reservation:
-    """A writable place for a raw block. Fill `tokens` (already filled) and `arrays`, then `commit` or `abandon`."""
+    """A writable place for a raw block. Fill `tokens` (already filled) and `arrays`, then `commit` or
+    `abandon`.
+    """
 
     def __init__(
         self,
@@ -164,7 +175,8 @@ class Reservation:
         self.arrays = dict(arrays)
         self._commit = commit
         self._abandon: Callable[[], None] | None = abandon
-        # `abandon` is a no-op after a commit, so a reservation that is dropped without a word gives its place back.
+        # `abandon` is a no-op after a commit, so a reservation that is dropped without a word gives its place
+        # back.
         weakref.finalize(self, abandon)
 
     def commit(self) -> StoreResult:
@@ -196,9 +208,11 @@ class Removed:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The kept prompt of the same space that agrees longest with a chain: `common` tokens, then `kept` where it differs.
+    """The kept prompt of the same space that agrees longest with a chain: `common` tokens, then `kept` where
+    it differs.
 
-    `kept` holds at most one block's tokens from position `common` on, and is empty where the kept prompt ends there.
+    `kept` holds at most one block's tokens from position `common` on, and is empty where the kept prompt ends
+    there.
     """
 
     common: int

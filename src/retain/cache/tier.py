@@ -1,7 +1,7 @@
 """A tier: a store, the index of what it holds, its capacity, and the eviction that keeps it within.
 
-Records are found by key and form (variant, slice, codec); leases and pins keep them from being evicted. A record that is
-removed while leased stays out of sight until its last lease ends.
+Records are found by key and form (variant, slice, codec); leases and pins keep them from being evicted. A
+record that is removed while leased stays out of sight until its last lease ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ class Form:
     @classmethod
     def parse(cls, text: str) -> Form:
         parts = text.split(".")
-        return cls(text, bytes.fromhex(parts[0]), Slice.parse(parts[1]), parts[2], bytes.fromhex(parts[3]) if len(parts) == 4 else None)
+        return cls(
+            text,
+            bytes.fromhex(parts[0]),
+            Slice.parse(parts[1]),
+            parts[2],
+            bytes.fromhex(parts[3]) if len(parts) == 4 else None,
+        )
 
     def serves(self, spec: ModelSpec, fidelity: str) -> bool:
         """Whether numbers of this form may be given to a reader that accepts `fidelity` at the lowest."""
@@ -58,7 +64,9 @@ class Tier:
     `name` is the tier's kind, made unique among the tiers of a cache by its position.
     """
 
-    def __init__(self, name: str, store: Store, capacity: int, codec: Codec, policy: str, ledger: Ledger) -> None:
+    def __init__(
+        self, name: str, store: Store, capacity: int, codec: Codec, policy: str, ledger: Ledger
+    ) -> None:
         self.name = name
         self.kind = store.kind
         self.store = store
@@ -218,7 +226,9 @@ class Tier:
         return self._insert(name, header.space, header.parent, size)
 
     def adopt(self, found: StoredObject) -> int:
-        """Record an object that a scan found, its header still unread. Raises ValueError for a name that is no block's."""
+        """Record an object that a scan found, its header still unread. Raises ValueError for a name that is
+        no block's.
+        """
         return self._insert(found.name, UNKNOWN, UNKNOWN, found.size)
 
     def learn(self, name: str, header: BlockHeader) -> None:
@@ -233,7 +243,7 @@ class Tier:
                 self.index.set_space(slot, self._space_id(header.space))
 
     def remove(self, slot: int) -> int:
-        """Take an object away; its bytes. Out of sight at once; its room comes back when its last lease ends."""
+        """Take an object away; its bytes. Out of sight at once, its room is free when its last lease ends."""
         with self.lock:
             if slot in self._doomed:
                 return 0

@@ -50,8 +50,9 @@ class Task(Generic[T]):
 
 
 class Workers:
-    """A pool of daemon threads, started when first needed. Unlike concurrent.futures, a stuck call does not hold up
-    the interpreter's exit."""
+    """A pool of daemon threads, started when first needed. Unlike concurrent.futures, a stuck call does not
+    hold up the interpreter's exit.
+    """
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name

@@ -23,7 +23,8 @@ class Codec(Protocol):
         """Whether decoded numbers may differ from the encoded ones."""
 
     def encode(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Array]:
-        """The streams of `arrays` (each `[layers, heads, tokens, head_dim]`), by tensor name, in reading order.
+        """The streams of `arrays` (each `[layers, heads, tokens, head_dim]`), by tensor name, in reading
+        order.
 
         `dtype` is the KV's dtype by name; bfloat16 arrays come as uint16. May return views of its input.
         """
@@ -31,8 +32,8 @@ class Codec(Protocol):
     def decode(self, streams: Mapping[str, Array], dtype: str, out: Mapping[str, Array]) -> None:
         """Fill the arrays of `out` from `streams`.
 
-        The streams' checksums have been verified, but their content is still untrusted: raises InvalidObject when they
-        do not decode to exactly the shapes of `out`, and never writes outside them.
+        The streams' checksums have been verified, but their content is still untrusted: raises InvalidObject
+        when they do not decode to exactly the shapes of `out`, and never writes outside them.
         """
 
 

@@ -1,7 +1,8 @@
 """lossless: byte planes compressed with zstd, bit-exact for every value, NaN payloads included.
 
-Each number is rotated left by one bit, so that its exponent fills the top byte and its sign joins the mantissa; then the
-bytes of equal rank are laid together. Exponents of neighbouring numbers are alike and compress; mantissas hardly do.
+Each number is rotated left by one bit, so that its exponent fills the top byte and its sign joins the
+mantissa; then the bytes of equal rank are laid together. Exponents of neighbouring numbers are alike and
+compress; mantissas hardly do.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ class Lossless:
         streams: dict[str, Array] = {}
         for name, array in arrays.items():
             for rank, plane in enumerate(_planes(array)):
-                streams[f"{name}.{_PLANE}{rank}"] = np.frombuffer(compressor.compress(plane), np.uint8)
+                streams[f"{name}.{_PLANE}{rank}"] = np.frombuffer(compressor.compress(plane.data), np.uint8)
         return streams
 
     def decode(self, streams: Mapping[str, Array], dtype: str, out: Mapping[str, Array]) -> None:
         width = container(dtype).itemsize
         expected = {f"{name}.{_PLANE}{rank}" for name in out for rank in range(width)}
         if streams.keys() != expected:
-            raise InvalidObject(f"lossless block holds streams {sorted(streams)}, expected {sorted(expected)}")
+            raise InvalidObject(
+                f"lossless block holds streams {sorted(streams)}, expected {sorted(expected)}"
+            )
         decompressor = zstandard.ZstdDecompressor()
         for name, array in out.items():
             unsigned = np.dtype(f"u{width}")
@@ -44,7 +47,9 @@ class Lossless:
             for rank in range(width):
                 turned[:, rank] = _plane(decompressor, streams[f"{name}.{_PLANE}{rank}"], array.size, name)
             numbers = turned.reshape(-1).view(unsigned)
-            np.copyto(array.view(unsigned), ((numbers >> 1) | (numbers << (8 * width - 1))).reshape(array.shape))
+            np.copyto(
+                array.view(unsigned), ((numbers >> 1) | (numbers << (8 * width - 1))).reshape(array.shape)
+            )
 
 
 def _planes(array: Array) -> list[Array]:
@@ -55,7 +60,7 @@ def _planes(array: Array) -> list[Array]:
 
 
 def _plane(decompressor: zstandard.ZstdDecompressor, stream: Array, size: int, name: str) -> Array:
-    data = memoryview(np.ascontiguousarray(stream, dtype=np.uint8)).cast("B")
+    data = np.ascontiguousarray(stream, dtype=np.uint8).data
     try:
         if zstandard.frame_content_size(data) != size:
             raise InvalidObject(f"a byte plane of {name} does not hold {size} bytes")

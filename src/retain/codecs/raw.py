@@ -24,5 +24,7 @@ class Raw:
             raise InvalidObject(f"raw block holds tensors {sorted(streams)}, expected {sorted(out)}")
         for name, array in out.items():
             if streams[name].shape != array.shape or streams[name].dtype != array.dtype:
-                raise InvalidObject(f"raw tensor {name} has shape {streams[name].shape}, expected {array.shape}")
+                raise InvalidObject(
+                    f"raw tensor {name} has shape {streams[name].shape}, expected {array.shape}"
+                )
             np.copyto(array, streams[name])

@@ -1,4 +1,6 @@
-"""The Store contract: where objects lie. A store holds immutable bytes under a name and knows nothing about KV."""
+"""The Store contract: where objects lie. A store holds immutable bytes under a name and knows nothing about
+KV.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class StoredObject:
-    """What a scan tells of an object: its name, size in bytes and time of last change (seconds since the epoch)."""
+    """What a scan tells of an object: its name, size in bytes and time of last change (seconds since the
+    epoch).
+    """
 
     name: str
     size: int
@@ -33,15 +37,17 @@ class Store(Protocol):
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
         """Keep the concatenation of `chunks` under `name`, replacing what was there, all or nothing.
 
-        A reader sees the old bytes or the new ones, never a mixture or a part. Raises StoreFull when there is no room,
-        StoreUnavailable when the medium fails; in both cases no part of the object remains.
+        A reader sees the old bytes or the new ones, never a mixture or a part. Raises StoreFull when there is
+        no room, StoreUnavailable when the medium fails; in both cases no part of the object remains.
         """
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
-        """Fill `buffer` from byte `offset` of object `name`; return the bytes written, 0 if there is no such object.
+        """Fill `buffer` from byte `offset` of object `name`; return the bytes written, 0 if there is no such
+        object.
 
-        Fewer bytes than the buffer holds means that the object ends there. Raises StoreUnavailable when the store cannot
-        answer within its deadline. Whether they are the right bytes is for the block header to say.
+        Fewer bytes than the buffer holds means that the object ends there. Raises StoreUnavailable when the
+        store cannot answer within its deadline. Whether they are the right bytes is for the block header to
+        say.
         """
 
     def size(self, name: str) -> int | None:
