@@ -297,6 +297,22 @@ void Index::set_parent(Slot slot, const Key& parent) {
     link(slot);
 }
 
+void Index::set_space(Slot slot, std::uint32_t space) {
+    Record& record = at(slot);
+    if (record.space == space) {
+        return;
+    }
+    const auto before = spaces_.find(record.space);
+    before->second.bytes -= record.size;
+    if (--before->second.count == 0) {
+        spaces_.erase(before);
+    }
+    record.space = space;
+    Totals& totals = spaces_[space];
+    totals.count += 1;
+    totals.bytes += record.size;
+}
+
 void Index::set_offset(Slot slot, std::uint64_t offset) { at(slot).offset = offset; }
 
 Slot Index::victim() const {

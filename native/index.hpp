@@ -143,6 +143,7 @@ class Index {
     bool pin(Slot slot);
     bool unpin(Slot slot);
     void set_parent(Slot slot, const Key& parent);
+    void set_space(Slot slot, std::uint32_t space);
     void set_offset(Slot slot, std::uint64_t offset);
 
     Slot victim() const;

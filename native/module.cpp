@@ -129,6 +129,7 @@ void bind_index(nb::module_& module) {
             "set_parent",
             [](Index& index, Slot slot, const nb::bytes& parent) { index.set_parent(slot, key_from(parent, "parent")); },
             nb::arg("slot"), nb::arg("parent"))
+        .def("set_space", &Index::set_space, nb::arg("slot"), nb::arg("space"))
         .def("set_offset", &Index::set_offset, nb::arg("slot"), nb::arg("offset"))
         .def(
             "slots",
