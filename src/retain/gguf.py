@@ -1,0 +1,400 @@
+"""GGUF files: their settings as a transformers config, and their tensors by Hugging Face name, row order and value.
+
+Only the header is read when a file is opened; tensors are memory-mapped, and dequantised when their values are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from retain.errors import MissingDependency, UnsupportedModel
+from retain.geometry import number
+
+Array = npt.NDArray[Any]
+
+_SCALARS = MappingProxyType(
+    {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+)
+_STRING, _ARRAY = 8, 9
+_F32, _F16, _BF16 = 0, 1, 30
+_PLAIN = MappingProxyType({_F32: 4, _F16: 2, _BF16: 2})
+_MAX_RANK = 4
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp's converter changes a family: names, the order of the rows of Q and K, and offset norms."""
+
+    config: Callable[[GgufFile], dict[str, Any]]
+    names: Mapping[str, str]
+    interleaved: bool
+    norm_offset: float
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a GGUF file as Hugging Face holds it. `shape` is in row-major order."""
+
+    shape: tuple[int, ...]
+    quantisation: int
+    data: npt.NDArray[np.uint8]
+    rows: npt.NDArray[np.int64] | None
+    offset: float
+
+    def sample(self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The values at these rows and columns; a vector is one row, and of more dimensions the last are columns."""
+        stored = rows if self.rows is None else self.rows[rows]
+        width, size = _block(self.quantisation)
+        lines = self.data.reshape(-1, self._columns // width, size)
+        blocks = np.ascontiguousarray(lines[stored, columns // width])
+        values = _dequantise(blocks, self.quantisation)[np.arange(rows.size), columns % width]
+        return values.astype(np.float64) - self.offset
+
+    def read(self) -> npt.NDArray[np.float32]:
+        """All values, dequantised."""
+        width, size = _block(self.quantisation)
+        lines = self.data.reshape(-1, self._columns // width * size)
+        values = _dequantise(lines if self.rows is None else lines[self.rows], self.quantisation)
+        if self.offset:
+            values = values - np.float32(self.offset)
+        return np.ascontiguousarray(values, np.float32).reshape(self.shape)
+
+    @property
+    def _columns(self) -> int:
+        return self.shape[-1]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    shape: tuple[int, ...]
+    quantisation: int
+    start: int
+    size: int
+
+
+class GgufFile:
+    """An opened GGUF file. Raises UnsupportedModel for a file that is none, is cut off, or has a newer version."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._data = np.memmap(path, dtype=np.uint8, mode="r")
+            metadata, stored = _Reader(self._data).header()
+        except (ValueError, struct.error, UnicodeDecodeError, IndexError, OverflowError) as error:
+            raise UnsupportedModel(f"{path.name} is not a whole GGUF file of version 2 or 3: {error}") from error
+        self.metadata: Mapping[str, Any] = metadata
+        self._stored = stored
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name for the family."""
+        return str(self.metadata.get("general.architecture", ""))
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A setting of the family: `setting("block_count")` is the value of `llama.block_count`."""
+        return self.metadata.get(f"{self.architecture}.{name}", default)
+
+    def config(self) -> dict[str, Any]:
+        """The settings as a transformers config. Raises UnsupportedModel naming the family or the setting."""
+        return self._known().config(self)
+
+    def tensors(self) -> dict[str, GgufTensor]:
+        """The tensors by Hugging Face name. Raises UnsupportedModel naming a tensor that has no known counterpart."""
+        family = self._known()
+        heads = _heads(self)
+        found = {}
+        for name, stored in self._stored.items():
+            target = _hugging_face_name(name, family.names)
+            if target is None:
+                raise UnsupportedModel(
+                    f"{self.path.name} has a tensor {name!r} that Retain cannot place in a {self.architecture} model; "
+                    "use the model's safetensors directory"
+                )
+            rows = None
+            part = name.split(".")[2] if name.startswith("blk.") else ""
+            if family.interleaved and part in heads:
+                rows = _half_split_rows(stored.shape[0], heads[part])
+            shift = family.norm_offset if name.endswith("norm.weight") else 0.0
+            data = self._data[stored.start : stored.start + stored.size]
+            if data.size != stored.size:
+                raise UnsupportedModel(f"{self.path.name} is cut off: tensor {name} ends behind the end of the file")
+            if rows is not None and len(stored.shape) == 1:
+                raise UnsupportedModel(f"{self.path.name} has {name!r}: biases of Q and K cannot be read from a GGUF file")
+            found[target] = GgufTensor(stored.shape, stored.quantisation, data, rows, shift)
+        return found
+
+    def _known(self) -> Architecture:
+        family = _ARCHITECTURES.get(self.architecture)
+        if family is None:
+            raise UnsupportedModel(
+                f"GGUF files of the architecture {self.architecture!r} cannot be read; known are "
+                f"{', '.join(sorted(_ARCHITECTURES))}. Use the model's safetensors directory instead"
+            )
+        return family
+
+
+def _heads(file: GgufFile) -> dict[str, int]:
+    queries = int(file.setting("attention.head_count"))
+    return {"attn_q": queries, "attn_k": int(file.setting("attention.head_count_kv", queries))}
+
+
+def _half_split_rows(rows: int, heads: int) -> npt.NDArray[np.int64]:
+    # llama.cpp's converter interleaves the rows of Q and K: stored[2 * i + h] = row[h * half + i] within each head.
+    half = rows // heads // 2
+    return np.arange(rows, dtype=np.int64).reshape(heads, half, 2).swapaxes(1, 2).reshape(rows)
+
+
+def _hugging_face_name(name: str, names: Mapping[str, str]) -> str | None:
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if layer:
+        target = names.get(layer[2])
+        return None if target is None else f"model.layers.{layer[1]}.{target}.{layer[3]}"
+    return _OUTSIDE.get(name)
+
+
+def _base_config(file: GgufFile, model_type: str) -> dict[str, Any]:
+    names = set(file._stored)
+    heads = int(_needed(file, "attention.head_count"))
+    hidden = int(_needed(file, "embedding_length"))
+    counts = file.setting("attention.head_count_kv", heads)
+    if not isinstance(counts, int):
+        raise UnsupportedModel(f"{file.path.name} has another number of KV heads in each layer, which is not supported")
+    key, value = file.setting("attention.key_length", hidden // heads), file.setting("attention.value_length", hidden // heads)
+    if key != value:
+        raise UnsupportedModel(f"{file.path.name} has heads of {key} and {value} numbers for K and V, which is not supported")
+    config = {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": int(_needed(file, "feed_forward_length")),
+        "num_hidden_layers": int(_needed(file, "block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": counts,
+        "head_dim": int(key),
+        "max_position_embeddings": int(_needed(file, "context_length")),
+        "rms_norm_eps": number(_needed(file, "attention.layer_norm_rms_epsilon")),
+        "vocab_size": file._stored["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in names,
+    }
+    for token, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        identifier = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if identifier is not None:
+            config[f"{token}_token_id"] = int(identifier)
+    return config
+
+
+def _llama_config(file: GgufFile) -> dict[str, Any]:
+    config = _base_config(file, "llama")
+    turned = int(file.setting("rope.dimension_count", config["head_dim"]))
+    rope = _rope(file)
+    if turned != config["head_dim"]:
+        rope["partial_rotary_factor"] = turned / config["head_dim"]
+    return {
+        **config,
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_v.bias" in file._stored,
+        "mlp_bias": "blk.0.ffn_up.bias" in file._stored,
+        "rope_parameters": rope,
+    }
+
+
+def _gemma3_config(file: GgufFile) -> dict[str, Any]:
+    config = _base_config(file, "gemma3_text")
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    pattern = file.setting("attention.sliding_window_pattern", 6)
+    if isinstance(pattern, int):
+        pattern = [bool((index + 1) % pattern) for index in range(layers)]
+    local = {"rope_type": "default", "rope_theta": number(file.setting("rope.freq_base_swa", 1e4))}
+    # llama.cpp scales by the size of a head, and in the 27B model, known by its 62 layers, by hidden size over heads.
+    scale = config["hidden_size"] // heads if layers == 62 else config["head_dim"]  # noqa: PLR2004
+    softcap = file.setting("final_logit_softcapping")
+    return {
+        **config,
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scale,
+        "sliding_window": int(_needed(file, "attention.sliding_window")),
+        "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in pattern],
+        "final_logit_softcapping": None if softcap is None else number(softcap),
+        "rope_parameters": {"sliding_attention": local, "full_attention": _rope(file)},
+    }
+
+
+def _rope(file: GgufFile) -> dict[str, Any]:
+    rule = file.setting("rope.scaling.type", "none")
+    theta = number(file.setting("rope.freq_base", 1e4))
+    if rule == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if rule == "linear":
+        factor = file.setting("rope.scaling.factor", file.setting("rope.scale_linear"))
+        return {"rope_type": "linear", "rope_theta": theta, "factor": number(factor)}
+    raise UnsupportedModel(
+        f"{file.path.name} scales RoPE by the rule {rule!r} (rope.scaling.type), which Retain cannot read from a GGUF file; "
+        "use the model's safetensors directory"
+    )
+
+
+def _needed(file: GgufFile, name: str) -> Any:
+    value = file.setting(name)
+    if value is None:
+        raise UnsupportedModel(f"{file.path.name} does not state {file.architecture}.{name}")
+    return value
+
+
+_OUTSIDE = MappingProxyType(
+    {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+)
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LLAMA = {**_ATTENTION, "ffn_norm": "post_attention_layernorm"}
+_GEMMA3 = {
+    **_ATTENTION,
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ARCHITECTURES = MappingProxyType(
+    {
+        "llama": Architecture(_llama_config, MappingProxyType(_LLAMA), interleaved=True, norm_offset=0.0),
+        "gemma3": Architecture(_gemma3_config, MappingProxyType(_GEMMA3), interleaved=False, norm_offset=1.0),
+    }
+)
+
+
+class _Reader:
+    """Walks the header. The vocabulary and the merges, half of most files' header, are counted and skipped."""
+
+    def __init__(self, data: npt.NDArray[np.uint8]) -> None:
+        self._data = data
+        self._view = memoryview(data)
+        self._at = 0
+
+    def header(self) -> tuple[dict[str, Any], dict[str, _Stored]]:
+        if bytes(self._view[:4]) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version, tensors, settings = struct.unpack_from("<IQQ", self._view, 4)
+        if version not in (2, 3):
+            raise ValueError(f"its version is {version}")
+        self._at = 24
+        metadata = {}
+        for _ in range(settings):
+            name = self._text()
+            metadata[name] = self._value(self._unpack("<I"))
+        infos = [self._tensor() for _ in range(tensors)]
+        alignment = int(metadata.get("general.alignment", 32))
+        start = -(-self._at // alignment) * alignment
+        return metadata, {
+            name: _Stored(shape, kind, start + offset, _size(name, shape, kind)) for name, shape, kind, offset in infos
+        }
+
+    def _unpack(self, form: str) -> int:
+        (value,) = struct.unpack_from(form, self._view, self._at)
+        self._at += struct.calcsize(form)
+        return int(value)
+
+    def _text(self) -> str:
+        length = self._unpack("<Q")
+        if length > len(self._view) - self._at:
+            raise ValueError("a text in it is longer than the file")
+        text = bytes(self._view[self._at : self._at + length]).decode()
+        self._at += length
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            inner, count = self._unpack("<I"), self._unpack("<Q")
+            if inner == _STRING:
+                self._skip_texts(count)
+                return count
+            return self._numbers(inner, count).tolist()
+        return self._numbers(kind, 1).item()
+
+    def _numbers(self, kind: int, count: int) -> Array:
+        if kind not in _SCALARS:
+            raise ValueError(f"it has a value of the unknown type {kind}")
+        values = np.frombuffer(self._view, _SCALARS[kind], count, self._at)
+        self._at += values.nbytes
+        return values
+
+    def _skip_texts(self, count: int) -> None:
+        view, at, unpack = self._view, self._at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            at += 8 + unpack(view, at)[0]
+        self._at = at
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text()
+        rank = self._unpack("<I")
+        if not 1 <= rank <= _MAX_RANK:
+            raise ValueError(f"tensor {name} has {rank} dimensions")
+        shape = tuple(self._unpack("<Q") for _ in range(rank))
+        return name, shape[::-1], self._unpack("<I"), self._unpack("<Q")
+
+
+def _size(name: str, shape: tuple[int, ...], kind: int) -> int:
+    width, size = _block(kind)
+    if shape[-1] % width:
+        raise ValueError(f"the rows of tensor {name} have {shape[-1]} numbers, no multiple of a block of {width}")
+    return math.prod(shape) // width * size
+
+
+def _block(kind: int) -> tuple[int, int]:
+    """Numbers and bytes in one block of a quantisation."""
+    if kind in _PLAIN:
+        return 1, _PLAIN[kind]
+    constants = _package("constants")
+    try:
+        width, size = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType(kind)]
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModel(f"the quantisation with number {kind} is not known to the gguf package") from error
+    return int(width), int(size)
+
+
+def _dequantise(data: Array, kind: int) -> npt.NDArray[np.float32]:
+    """The numbers in rows of blocks `[rows, bytes]`: `[rows, numbers]`."""
+    if kind == _F32:
+        return data.view("<f4")
+    if kind == _F16:
+        return data.view("<f2").astype(np.float32)
+    if kind == _BF16:
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    constants, quants = _package("constants"), _package("quants")
+    values = quants.dequantize(np.ascontiguousarray(data), constants.GGMLQuantizationType(kind))
+    return np.asarray(values, np.float32)
+
+
+def _package(module: str) -> Any:
+    import importlib  # noqa: PLC0415
+
+    try:
+        return importlib.import_module(f"gguf.{module}")
+    except ImportError as error:
+        raise MissingDependency(
+            "reading a quantised GGUF file needs the gguf package: pip install 'retain[transformers]'"
+        ) from error
