@@ -141,9 +141,7 @@ Slot Index::insert(const Key& key, std::uint32_t form, std::uint32_t space, cons
     link(slot);
     ++totals_.count;
     totals_.bytes += size;
-    Totals& totals = spaces_[space];
-    ++totals.count;
-    totals.bytes += size;
+    add_to_space(records_[slot]);
     reconsider(slot);
     return slot;
 }
@@ -159,11 +157,7 @@ void Index::remove(Slot slot) {
     pinned_ -= record.pinned;
     --totals_.count;
     totals_.bytes -= record.size;
-    const auto totals = spaces_.find(record.space);
-    totals->second.bytes -= record.size;
-    if (--totals->second.count == 0) {
-        spaces_.erase(totals);
-    }
+    take_from_space(record);
     record.live = false;
     record.key_next = free_;
     free_ = slot;
@@ -299,18 +293,9 @@ void Index::set_parent(Slot slot, const Key& parent) {
 
 void Index::set_space(Slot slot, std::uint32_t space) {
     Record& record = at(slot);
-    if (record.space == space) {
-        return;
-    }
-    const auto before = spaces_.find(record.space);
-    before->second.bytes -= record.size;
-    if (--before->second.count == 0) {
-        spaces_.erase(before);
-    }
+    take_from_space(record);
     record.space = space;
-    Totals& totals = spaces_[space];
-    totals.count += 1;
-    totals.bytes += record.size;
+    add_to_space(record);
 }
 
 void Index::set_offset(Slot slot, std::uint64_t offset) { at(slot).offset = offset; }
@@ -366,6 +351,20 @@ void Index::check(const Slot* slots, std::size_t count) const {
         if (slots[i] >= records_.size() || !records_[slots[i]].live) {
             throw no_record(slots[i]);
         }
+    }
+}
+
+void Index::add_to_space(const Record& record) {
+    Totals& totals = spaces_[record.space];
+    ++totals.count;
+    totals.bytes += record.size;
+}
+
+void Index::take_from_space(const Record& record) {
+    const auto totals = spaces_.find(record.space);
+    totals->second.bytes -= record.size;
+    if (--totals->second.count == 0) {
+        spaces_.erase(totals);
     }
 }
 

@@ -160,6 +160,8 @@ class Index {
     Record& at(Slot slot);
     void check(const Slot* slots, std::size_t count) const;
 
+    void add_to_space(const Record& record);
+    void take_from_space(const Record& record);
     void link(Slot slot);
     void unlink(Slot slot);
     void to_front(Slot slot);

@@ -7,9 +7,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
+#include "arena.hpp"
 #include "index.hpp"
 
 namespace nb = nanobind;
@@ -152,9 +154,82 @@ void bind_index(nb::module_& module) {
         .def("__len__", [](const Index& index) { return index.totals().count; });
 }
 
+void bind_arena(nb::module_& module) {
+    using retain::Arena;
+    nb::class_<Arena>(module, "Arena")
+        .def(nb::init<std::uint64_t, std::uint64_t>(), nb::arg("capacity"), nb::arg("span"))
+        .def(
+            "take",
+            [](Arena& arena, std::uint64_t size) -> std::optional<std::pair<std::uint64_t, std::vector<retain::Range>>> {
+                auto taken = arena.take(size);
+                if (!taken) {
+                    return std::nullopt;
+                }
+                return std::pair(taken->offset, std::move(taken->idle));
+            },
+            nb::arg("size"))
+        .def("give", &Arena::give, nb::arg("offset"))
+        .def("populated", &Arena::populated, nb::arg("size"))
+        .def_prop_ro("capacity", &Arena::capacity)
+        .def_prop_ro("span", &Arena::span)
+        .def_prop_ro("used", &Arena::used)
+        .def_prop_ro("idle", &Arena::idle);
+}
+
+// A buffer of Python's, held while it is worked on.
+class Buffer {
+  public:
+    Buffer(nb::handle object, int flags) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+            throw nb::python_error();
+        }
+    }
+    ~Buffer() { PyBuffer_Release(&view_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    char* data() const { return static_cast<char*>(view_.buf); }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+  private:
+    Py_buffer view_;
+};
+
+// Below this a copy takes less time than getting the GIL back from a busy thread might.
+constexpr std::size_t kReleaseFrom = 256 << 10;
+
+void copy(nb::handle target, nb::handle source) {
+    const Buffer to(target, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS);
+    const Buffer from(source, PyBUF_C_CONTIGUOUS);
+    if (to.size() != from.size()) {
+        throw std::invalid_argument("cannot copy " + std::to_string(from.size()) + " bytes into " +
+                                    std::to_string(to.size()));
+    }
+    if (to.size() == 0) {
+        return;
+    }
+    if (to.size() < kReleaseFrom) {
+        std::memmove(to.data(), from.data(), to.size());
+    } else {
+        const nb::gil_scoped_release released;
+        std::memmove(to.data(), from.data(), to.size());
+    }
+}
+
+void populate(nb::handle buffer) {
+    const Buffer memory(buffer, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS);
+    const nb::gil_scoped_release released;
+    for (std::size_t at = 0; at < memory.size(); at += retain::Arena::kPage) {
+        __atomic_fetch_or(memory.data() + at, char{0}, __ATOMIC_RELAXED);
+    }
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
     module.doc() = "The native part of retain.";
     bind_index(module);
+    bind_arena(module);
+    module.def("copy", &copy, nb::arg("target"), nb::arg("source"));
+    module.def("populate", &populate, nb::arg("buffer"));
 }

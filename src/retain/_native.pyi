@@ -1,11 +1,15 @@
-"""The native part of retain (native/*.cpp): the index of a tier and the allocator and copy of the memory arena."""
+"""The native part of retain (native/*.cpp): the index of a tier, and the memory arena's allocator and copy.
+"""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Slots = Sequence[int] | npt.NDArray[np.uint32]
+Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.generic]
+
+Slots: TypeAlias = Sequence[int] | npt.NDArray[np.uint32]
 
 class Record:
     """What an index knows of one object, as it was when asked for."""
@@ -36,20 +40,20 @@ class Record:
     def pinned(self) -> bool: ...
 
 class Index:
-    """The objects of one tier: found by key, chained by parent, and ordered by who goes next. About 145 bytes a record.
+    """The objects of one tier: found by key, chained by parent, ordered by who goes next.
 
-    A record is known by its slot, a number that is given to another record once this one was removed. Methods raise
-    IndexError for a slot that holds no record; those that take several slots change nothing then. Every call holds the GIL,
-    and so is atomic among Python threads.
+    About 145 bytes a record. A record is known by its slot, a number that is given to another record once this one was removed. Methods
+    raise IndexError for a slot that holds no record; those that take several slots change nothing then. Every
+    call holds the GIL, and so is atomic among Python threads.
 
-    Policies: "lru" lets the record go that was used longest ago; "lru-leaf" does so among the records whose key is the
-    parent of no record in this index, children before parents. Leased and pinned records never go.
+    Policies: "lru" lets the record go that was used longest ago; "lru-leaf" does so among the records whose
+    key is the parent of no record in this index, children before parents. Leased and pinned records never go.
     """
 
     def __init__(self, policy: str) -> None:
         """Raises ValueError for an unknown policy."""
     def insert(self, key: bytes, form: int, space: int, parent: bytes, size: int, offset: int = 0) -> int:
-        """Add a record as the most recently used one; return its slot. Raises KeyError if (key, form) is there.
+        """Add a record as the most recently used; return its slot. Raises KeyError if (key, form) is there.
 
         A record that names itself as its parent counts as nobody's child.
         """
@@ -59,7 +63,10 @@ class Index:
     def same_key(self, key: bytes) -> list[int]:
         """The slots of all forms of `key`, in no particular order."""
     def children(self, parent: bytes, limit: int) -> list[int]:
-        """At most `limit` records whose parent is `parent`, most recently used first. `parent` need not be in the index."""
+        """At most `limit` records whose parent is `parent`, most recently used first.
+
+        `parent` itself need not be in the index.
+        """
     def lookup(self, keys: bytes, forms: Sequence[int]) -> npt.NDArray[np.uint32]:
         """For each 32-byte key of `keys`, the slot of the first of `forms` that is there, else 0xFFFFFFFF."""
     def touch(self, slots: Slots) -> None:
@@ -97,3 +104,35 @@ class Index:
     @property
     def nbytes(self) -> int:
         """Memory that the index itself takes."""
+
+class Arena:
+    """An allocator of offsets for the memory arena: best fit with coalescing, in pages of 4096 bytes.
+
+    Offsets come from 0 .. span, of which at most `capacity` bytes hold memory at a time. Not safe from
+    several threads where calls must happen together: see `take`.
+    """
+
+    def __init__(self, capacity: int, span: int) -> None: ...
+    def take(self, size: int) -> tuple[int, list[tuple[int, int]]] | None:
+        """A place of `size` bytes: its offset, and ranges (offset, size) of idle memory that must go back to
+        the system before anything else is taken or written. None when there is no room."""
+    def give(self, offset: int) -> int:
+        """Take a place back; returns its size in whole pages. Raises IndexError where nothing was taken."""
+    def populated(self, size: int) -> None:
+        """Tell that the first `size` bytes hold memory already. Only before the first `take`."""
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def span(self) -> int: ...
+    @property
+    def used(self) -> int:
+        """Bytes taken, in whole pages."""
+    @property
+    def idle(self) -> int:
+        """Bytes that are free but still hold memory."""
+
+def copy(target: Buffer, source: Buffer) -> None:
+    """Copy bytes between contiguous buffers of equal size, without the GIL where they are large."""
+
+def populate(buffer: Buffer) -> None:
+    """Have the system give memory to every page of a writable buffer, leaving its bytes as they are."""

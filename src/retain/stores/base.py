@@ -70,3 +70,11 @@ def check_name(name: str) -> str:
     if not all(c.isalnum() or c in "._-" for c in name):
         raise ValueError(f"not an object name: {name!r}")
     return name
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """`buffer` as a flat view of its bytes. Raises TypeError for memory that is not contiguous."""
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        return memoryview(b"")
+    return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else view.cast("B")
