@@ -10,24 +10,9 @@ namespace retain {
 
 namespace {
 
-// Insert [offset, offset + size) into disjoint ranges, joined with those that touch it; returns the joined range.
-Range join(std::map<std::uint64_t, std::uint64_t>& ranges, std::uint64_t offset, std::uint64_t size) {
-    auto next = ranges.lower_bound(offset);
-    if (next != ranges.begin()) {
-        const auto previous = std::prev(next);
-        if (previous->first + previous->second == offset) {
-            offset = previous->first;
-            size += previous->second;
-            ranges.erase(previous);
-        }
-    }
-    if (next != ranges.end() && offset + size == next->first) {
-        size += next->second;
-        ranges.erase(next);
-    }
-    ranges.emplace(offset, size);
-    return {offset, size};
-}
+// Idle ranges that are looked at for one place where none is large enough alone. With 16 of them, sizes of 4 KiB to 32 MiB
+// at random find between two thirds and nine tenths of their memory idle in a full arena.
+constexpr int kLooks = 16;
 
 }  // namespace
 
@@ -36,7 +21,7 @@ Arena::Arena(std::uint64_t capacity, std::uint64_t span) : capacity_(capacity / 
         throw std::invalid_argument("an arena's span must be at least its capacity");
     }
     if (span_ > 0) {
-        add_free(0, span_);
+        free_.add(0, span_);
     }
 }
 
@@ -47,34 +32,16 @@ std::optional<Taken> Arena::take(std::uint64_t size) {
     if (size > capacity_ - used_) {
         return std::nullopt;
     }
-    size = (size + kPage - 1) / kPage * kPage;
-    const auto fit = sizes_.lower_bound({size, 0});
-    if (size > capacity_ - used_ || fit == sizes_.end()) {
+    size = (size + kPage - 1) / kPage * kPage;  // still no more than is left: that is whole pages
+    const auto offset = choose(size);
+    if (!offset) {
         return std::nullopt;
     }
-    const auto [found, offset] = *fit;
-    sizes_.erase(fit);
-    free_.erase(offset);
-    if (found > size) {
-        add_free(offset + size, found - size);
-    }
-    idle_bytes_ -= remove_idle(offset, size);
+    free_.remove(*offset, size);
+    idle_bytes_ -= idle_.remove(*offset, size);
     used_ += size;
-    taken_.emplace(offset, size);
-
-    Taken taken{offset, {}};
-    while (used_ + idle_bytes_ > capacity_) {
-        // From the top, so that memory gathers at low offsets.
-        const auto last = std::prev(idle_.end());
-        const std::uint64_t back = std::min(last->second, used_ + idle_bytes_ - capacity_);
-        taken.idle.emplace_back(last->first + last->second - back, back);
-        idle_bytes_ -= back;
-        last->second -= back;
-        if (last->second == 0) {
-            idle_.erase(last);
-        }
-    }
-    return taken;
+    taken_.emplace(*offset, size);
+    return Taken{*offset, give_back()};
 }
 
 std::uint64_t Arena::give(std::uint64_t offset) {
@@ -85,66 +52,131 @@ std::uint64_t Arena::give(std::uint64_t offset) {
     const std::uint64_t size = found->second;
     taken_.erase(found);
     used_ -= size;
-    add_free(offset, size);
-    add_idle(offset, size);
+    idle_bytes_ += size;
+    free_.add(offset, size);
+    idle_.add(offset, size);
     return size;
 }
 
 void Arena::populated(std::uint64_t size) {
+    size = size / kPage * kPage;
     if (used_ != 0 || idle_bytes_ != 0 || size > capacity_) {
         throw std::invalid_argument("only an untouched arena can be populated, up to its capacity");
     }
-    if (size >= kPage) {
-        add_idle(0, size / kPage * kPage);
+    if (size > 0) {
+        idle_.add(0, size);
+        idle_bytes_ = size;
     }
 }
 
-void Arena::add_free(std::uint64_t offset, std::uint64_t size) {
-    const auto next = free_.lower_bound(offset);
-    if (next != free_.end() && next->first == offset + size) {
-        sizes_.erase({next->second, next->first});
+std::optional<std::uint64_t> Arena::choose(std::uint64_t size) const {
+    const auto idle = idle_.by_size.lower_bound({size, 0});
+    if (idle != idle_.by_size.end()) {
+        return idle->second;
     }
-    if (next != free_.begin()) {
-        const auto previous = std::prev(next);
-        if (previous->first + previous->second == offset) {
-            sizes_.erase({previous->second, previous->first});
-        }
+    const auto fit = free_.by_size.lower_bound({size, 0});
+    if (fit == free_.by_size.end()) {
+        return std::nullopt;
     }
-    const Range joined = join(free_, offset, size);
-    sizes_.emplace(joined.second, joined.first);
-}
-
-void Arena::add_idle(std::uint64_t offset, std::uint64_t size) {
-    join(idle_, offset, size);
-    idle_bytes_ += size;
-}
-
-std::uint64_t Arena::remove_idle(std::uint64_t offset, std::uint64_t size) {
-    const std::uint64_t end = offset + size;
-    std::uint64_t removed = 0;
-    auto range = idle_.upper_bound(offset);
-    if (range != idle_.begin()) {
-        --range;
-    }
-    while (range != idle_.end() && range->first < end) {
-        const std::uint64_t low = range->first, high = low + range->second;
-        if (high <= offset) {
-            ++range;
+    std::uint64_t best = fit->second, most = idle_.covered(best, size), extent = fit->first;
+    int looks = kLooks;
+    for (auto each = idle_.by_size.rbegin(); each != idle_.by_size.rend() && looks > 0; ++each, --looks) {
+        const auto [start, room] = free_.around(each->second);
+        if (room < size) {
             continue;
         }
-        range = idle_.erase(range);
-        if (low < offset) {
-            idle_.emplace(low, offset - low);
-        }
-        if (high > end) {
-            range = idle_.emplace(end, high - end).first;
-        }
-        removed += std::min(high, end) - std::max(low, offset);
-        if (high > end) {
-            break;
+        // The place begins or ends with the idle range, as far as its surroundings let it.
+        const std::uint64_t last = start + room - size, end = each->second + each->first;
+        for (const std::uint64_t place : {std::min(each->second, last), std::max(end, start + size) - size}) {
+            const std::uint64_t covered = idle_.covered(place, size);
+            if (covered > most || (covered == most && room < extent)) {
+                best = place, most = covered, extent = room;
+            }
         }
     }
+    return best;
+}
+
+// Idle memory beyond what the capacity allows, from the top, so that memory gathers at low offsets.
+std::vector<Range> Arena::give_back() {
+    std::vector<Range> back;
+    while (used_ + idle_bytes_ > capacity_) {
+        const auto [offset, size] = *std::prev(idle_.by_offset.end());
+        const std::uint64_t part = std::min(size, used_ + idle_bytes_ - capacity_);
+        back.emplace_back(offset + size - part, part);
+        idle_.remove(offset + size - part, part);
+        idle_bytes_ -= part;
+    }
+    return back;
+}
+
+void Arena::Ranges::add(std::uint64_t offset, std::uint64_t size) {
+    auto next = by_offset.lower_bound(offset);
+    if (next != by_offset.begin()) {
+        const auto previous = std::prev(next);
+        if (previous->first + previous->second == offset) {
+            offset = previous->first;
+            size += previous->second;
+            erase(previous);
+        }
+    }
+    if (next != by_offset.end() && next->first == offset + size) {
+        size += next->second;
+        erase(next);
+    }
+    insert(offset, size);
+}
+
+// Take [offset, offset + size) out, however many ranges it touches; returns how many bytes of it there were.
+std::uint64_t Arena::Ranges::remove(std::uint64_t offset, std::uint64_t size) {
+    const std::uint64_t end = offset + size;
+    std::uint64_t removed = 0;
+    for (auto range = first_reaching(offset); range != by_offset.end() && range->first < end;) {
+        const std::uint64_t low = range->first, high = low + range->second;
+        const auto gone = range++;
+        erase(by_offset.find(gone->first));
+        if (low < offset) {
+            insert(low, offset - low);
+        }
+        if (high > end) {
+            insert(end, high - end);
+        }
+        removed += std::min(high, end) - std::max(low, offset);
+    }
     return removed;
+}
+
+std::uint64_t Arena::Ranges::covered(std::uint64_t offset, std::uint64_t size) const {
+    const std::uint64_t end = offset + size;
+    std::uint64_t bytes = 0;
+    for (auto range = first_reaching(offset); range != by_offset.end() && range->first < end; ++range) {
+        bytes += std::min(range->first + range->second, end) - std::max(range->first, offset);
+    }
+    return bytes;
+}
+
+// The range that `offset` lies in.
+Range Arena::Ranges::around(std::uint64_t offset) const { return *first_reaching(offset); }
+
+std::map<std::uint64_t, std::uint64_t>::const_iterator Arena::Ranges::first_reaching(std::uint64_t offset) const {
+    auto range = by_offset.upper_bound(offset);
+    if (range != by_offset.begin()) {
+        const auto previous = std::prev(range);
+        if (previous->first + previous->second > offset) {
+            return previous;
+        }
+    }
+    return range;
+}
+
+void Arena::Ranges::insert(std::uint64_t offset, std::uint64_t size) {
+    by_offset.emplace(offset, size);
+    by_size.emplace(size, offset);
+}
+
+void Arena::Ranges::erase(std::map<std::uint64_t, std::uint64_t>::iterator range) {
+    by_size.erase({range->second, range->first});
+    by_offset.erase(range);
 }
 
 }  // namespace retain

@@ -1,5 +1,4 @@
-"""The native part of retain (native/*.cpp): the index of a tier, and the memory arena's allocator and copy.
-"""
+"""The native part of retain (native/*.cpp): index, memory allocator and copy."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -42,9 +41,9 @@ class Record:
 class Index:
     """The objects of one tier: found by key, chained by parent, ordered by who goes next.
 
-    About 145 bytes a record. A record is known by its slot, a number that is given to another record once this one was removed. Methods
-    raise IndexError for a slot that holds no record; those that take several slots change nothing then. Every
-    call holds the GIL, and so is atomic among Python threads.
+    About 145 bytes a record. A record is known by its slot, a number that is given to another record once
+    this one was removed. Methods raise IndexError for a slot that holds no record; those that take several
+    slots change nothing then. Every call holds the GIL, and so is atomic among Python threads.
 
     Policies: "lru" lets the record go that was used longest ago; "lru-leaf" does so among the records whose
     key is the parent of no record in this index, children before parents. Leased and pinned records never go.

@@ -24,8 +24,8 @@ from retain.stores.base import Buffer, StoredObject, as_bytes, check_name
 log = logging.getLogger(__name__)
 
 SPAN = 8
-"""The arena's address space over its capacity. Best fit was seen to need twice the capacity for sizes spread
-over four orders of magnitude; address space costs nothing."""
+"""The arena's address space over its capacity; it costs nothing. 100,000 objects of 4 KiB to 32 MiB at random
+reached 3.5 times the capacity, objects of one model's blocks and tails twice."""
 
 _PAGE = 4096
 
