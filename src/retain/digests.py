@@ -1,4 +1,5 @@
-"""Digests of files remembered by the files' identity, so that a model need not be read again to know which one it is."""
+"""Digests of files remembered by the files' identity, so that a model need not be read again to know which
+one it is."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from retain.identity import digest
 _FORMAT = 1
 _MOST_ENTRIES = 512
 _SETTLED_NS = 50_000_000
-"""A file changed less than this before it was read may change again within one tick of the file system's clock."""
+"""A file changed less than this before it was read may change again within one tick of the file system's
+clock."""
 
 
 def cache_directory() -> Path:
@@ -26,7 +28,8 @@ def cache_directory() -> Path:
 
 
 def identity_of(files: Sequence[Path], *facts: str) -> bytes:
-    """What tells these files from any other state of them: path, size, times of change and inode; and further facts.
+    """What tells these files from any other state of them: path, size, times of change and inode; and further
+    facts.
 
     A file that is written to, replaced or moved has another identity.
     """
@@ -39,13 +42,15 @@ def identity_of(files: Sequence[Path], *facts: str) -> bytes:
 
 
 def settled(files: Sequence[Path]) -> bool:
-    """Whether the files' last changes lie far enough back for their identities to tell them from later changes."""
+    """Whether the files' last changes lie far enough back for their identities to tell them from later
+    changes."""
     newest = max(max(state.st_mtime_ns, state.st_ctime_ns) for state in (file.stat() for file in files))
     return newest < time.time_ns() - _SETTLED_NS
 
 
 class DigestCache:
-    """Digests by file identity, in one JSON file. A damaged file is an empty one; a lost entry is computed again."""
+    """Digests by file identity, in one JSON file. A damaged file is an empty one; a lost entry is computed
+    again."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or cache_directory() / "digests.json"
@@ -61,7 +66,8 @@ class DigestCache:
             return None
 
     def put(self, identity: bytes, digests: dict[str, bytes]) -> None:
-        """Keep digests under a file identity. A directory that cannot be written keeps nothing, and says nothing."""
+        """Keep digests under a file identity. A directory that cannot be written keeps nothing, and says
+        nothing."""
         entries = self._read()
         entries.pop(identity.hex(), None)
         entries[identity.hex()] = {name: value.hex() for name, value in digests.items()}
@@ -82,7 +88,8 @@ class DigestCache:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file of another name that takes the place of `path` when the block ends well, and is gone when it does not."""
+    """A file of another name that takes the place of `path` when the block ends well, and is gone when it
+    does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
     os.close(handle)
@@ -96,6 +103,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def _digest(text: Any) -> bytes:
     value = bytes.fromhex(text)
-    if len(value) != 32:  # noqa: PLR2004
+    if len(value) != 32:
         raise ValueError("not a digest of 32 bytes")
     return value

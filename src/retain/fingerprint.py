@@ -1,8 +1,10 @@
-"""Fingerprints: which weights made a KV. Kin for the same weights in any format, variant for these very weights.
+"""Fingerprints: which weights made a KV. Kin for the same weights in any format, variant for these very
+weights.
 
-The kin of a model is a digest of its config in canonical form and of 64 values of every weight tensor, spread over rows
-and columns, by Hugging Face names and row order, dequantised and rounded to bfloat16. The variant is a digest of all the
-bytes. A sparse change of weights can leave the kin as it was; it always changes the variant.
+The kin of a model is a digest of its config in canonical form and of 64 values of every weight tensor, spread
+over rows and columns, by Hugging Face names and row order, dequantised and rounded to bfloat16. The variant
+is a digest of all the bytes. A sparse change of weights can leave the kin as it was; it always changes the
+variant.
 """
 
 from __future__ import annotations
@@ -28,28 +30,38 @@ NUMERIC_CLASSES = ("float", "quantised")
 """What an engine computes with: floats, or weights or activations quantised at run time."""
 
 _SPREAD = 2654435769  # 2**32 over the golden ratio: multiples of it spread evenly over any number of columns
-_TWINS = MappingProxyType({"mistral": "llama"})  # families that differ in nothing but the geometry of their layers
+_TWINS = MappingProxyType(
+    {"mistral": "llama"}
+)  # families that differ in nothing but the geometry of their layers
 _UNIT_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})  # families whose norms multiply by 1 + weight
 
 _SYNONYMS = MappingProxyType({"hidden_activation": "hidden_act", "num_experts": "num_local_experts"})
-_GEOMETRY = frozenset(
-    "head_dim num_key_value_heads num_hidden_layers layer_types sliding_window use_sliding_window max_window_layers "
-    "sliding_window_pattern rope_parameters rope_scaling rope_theta rope_local_base_freq rotary_emb_base rotary_pct "
-    "partial_rotary_factor no_rope_layers no_rope_layer_interval max_position_embeddings "
-    "original_max_position_embeddings kv_lora_rank qk_rope_head_dim qk_nope_head_dim qk_head_dim v_head_dim".split()
-)
+# fmt: off
+_GEOMETRY = frozenset({
+    "head_dim", "num_key_value_heads", "num_hidden_layers", "layer_types", "sliding_window",
+    "use_sliding_window", "max_window_layers", "sliding_window_pattern", "rope_parameters", "rope_scaling",
+    "rope_theta", "rope_local_base_freq", "rotary_emb_base", "rotary_pct", "partial_rotary_factor",
+    "no_rope_layers", "no_rope_layer_interval", "max_position_embeddings", "original_max_position_embeddings",
+    "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim", "v_head_dim",
+})
+# fmt: on
 """Settings that the layers state already, in one form for all ages of configs."""
 
-_WITHOUT_EFFECT = frozenset(
-    "architectures model_type dtype torch_dtype transformers_version vocab_size auto_map use_cache cache_implementation "
-    "return_dict id2label label2id problem_type chunk_size_feed_forward is_decoder is_encoder_decoder name_or_path "
-    "pretraining_tp initializer_range attention_dropout resid_pdrop embd_pdrop hidden_dropout router_aux_loss_coef "
-    "router_jitter_noise aux_loss_alpha seq_aux output_router_logits output_attentions output_hidden_states "
-    "quantization_config tie_word_embeddings gradient_checkpointing num_nextn_predict_layers "
-    "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id "
-    "boi_token_index eoi_token_index image_token_index mm_tokens_per_image".split()
-)
-"""Settings that change no number of the forward pass, or that the tensors show (vocab_size, tie_word_embeddings)."""
+# fmt: off
+_WITHOUT_EFFECT = frozenset({
+    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "vocab_size", "auto_map",
+    "use_cache", "cache_implementation", "return_dict", "id2label", "label2id", "problem_type",
+    "chunk_size_feed_forward", "is_decoder", "is_encoder_decoder", "name_or_path", "pretraining_tp",
+    "initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout",
+    "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "output_router_logits",
+    "output_attentions", "output_hidden_states", "quantization_config", "tie_word_embeddings",
+    "gradient_checkpointing", "num_nextn_predict_layers", "bos_token_id", "eos_token_id", "pad_token_id",
+    "unk_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id", "boi_token_index",
+    "eoi_token_index", "image_token_index", "mm_tokens_per_image",
+})
+# fmt: on
+"""Settings that change no number of the forward pass, or that the tensors show (vocab_size,
+tie_word_embeddings)."""
 
 
 def kin(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> bytes:
@@ -62,7 +74,8 @@ def kin(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> bytes:
     unit_norms = settings["model_type"] in _UNIT_NORMS
     samples = []
     for name in sorted(chosen):
-        # GGUF stores the effective factor 1 + weight, which keeps less of a small weight: so the factor is compared.
+        # GGUF stores the effective factor 1 + weight, which keeps less of a small weight: so the factor is
+        # compared.
         shift = 1.0 if unit_norms and name.endswith("norm.weight") else 0.0
         samples.append((name, chosen[name].shape, _as_bfloat16(_sampled(chosen[name]) + shift)))
     return digest("retain/kin", canonical_config(config), samples)
@@ -75,7 +88,8 @@ def kin_of_files(path: Path) -> bytes:
 
 
 def variant(weights: bytes, dtype: str, engine: str, numeric: str = "float") -> bytes:
-    """The variant: `weights` is the digest of all weights, `dtype` that of the KV, `engine` the engine family."""
+    """The variant: `weights` is the digest of all weights, `dtype` that of the KV, `engine` the engine
+    family."""
     if dtype not in DTYPES:
         raise UnsupportedModel(f"KV of dtype {dtype!r} cannot be kept; known are {', '.join(DTYPES)}")
     if numeric not in NUMERIC_CLASSES:
@@ -86,8 +100,8 @@ def variant(weights: bytes, dtype: str, engine: str, numeric: str = "float") -> 
 def canonical_config(config: Mapping[str, Any]) -> Field:
     """The settings that change the numbers, in one form whatever file and release they come from.
 
-    The geometry comes from `layers_of`. Of the rest, settings without effect and unset ones are left out; every other
-    setting counts, also one that Retain has never heard of.
+    The geometry comes from `layers_of`. Of the rest, settings without effect and unset ones are left out;
+    every other setting counts, also one that Retain has never heard of.
     """
     settings = text_config(config)
     family = str(settings["model_type"])
@@ -103,7 +117,8 @@ def canonical_config(config: Mapping[str, Any]) -> Field:
 
 
 def canonical_name(name: str) -> str | None:
-    """A weight's name in a plain language model; None for a part of another model (vision) or a derived table."""
+    """A weight's name in a plain language model; None for a part of another model (vision) or a derived
+    table."""
     for prefix in ("model.language_model.", "language_model.model."):
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
@@ -129,7 +144,8 @@ def _language_weights(settings: Mapping[str, Any], weights: Mapping[str, Weight]
         chosen.pop("lm_head.weight", None)
     if not any(name.startswith("model.layers.") for name in chosen):
         raise UnsupportedModel(
-            f"the weights of this {settings['model_type']} model are not named model.layers.N...: their kin cannot be told"
+            f"the weights of this {settings['model_type']} model are not named model.layers.N...: "
+            "their kin cannot be told"
         )
     return chosen
 
@@ -140,7 +156,8 @@ def _sampled(weight: Weight) -> Values:
 
 
 def sample_positions(shape: tuple[int, ...]) -> tuple[Indices, Indices]:
-    """Which values of a tensor are sampled: rows evenly spread, and columns spread so that no stride hides a change."""
+    """Which values of a tensor are sampled: rows evenly spread, and columns spread so that no stride hides a
+    change."""
     columns = shape[-1] if shape else 1
     rows = int(np.prod(shape[:-1], dtype=np.int64)) if shape else 1
     if rows == 0 or columns == 0:
@@ -177,4 +194,6 @@ def _setting(value: Any) -> Field:
         return tuple(_setting(item) for item in value)
     if isinstance(value, Mapping):
         return tuple(sorted((str(key), _setting(item)) for key, item in value.items() if item))
-    raise UnsupportedModel(f"the config holds a {type(value).__name__}, {value!r}, which is not a value of JSON")
+    raise UnsupportedModel(
+        f"the config holds a {type(value).__name__}, {value!r}, which is not a value of JSON"
+    )

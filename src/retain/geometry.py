@@ -1,8 +1,8 @@
 """Geometry: what each layer's KV looks like, read from a transformers config.
 
-The same model gives the same layers from a `config.json`, from the config object of a loaded model, and from a config
-rebuilt from a GGUF file: defaults that a file leaves out are filled in, settings of older files are read where newer
-ones are absent, and numbers are rounded to float32, the precision that a GGUF file keeps.
+The same model gives the same layers from a `config.json`, from the config object of a loaded model, and from
+a config rebuilt from a GGUF file: defaults that a file leaves out are filled in, settings of older files are
+read where newer ones are absent, and numbers are rounded to float32, the precision that a GGUF file keeps.
 """
 
 from __future__ import annotations
@@ -22,9 +22,19 @@ _GEMMA: Config = {"head_dim": 256, "tie_word_embeddings": True, "rms_norm_eps": 
 _FAMILIES: Mapping[str, Config] = MappingProxyType(
     {
         "llama": {"rms_norm_eps": 1e-6, "hidden_act": "silu"},
-        "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
+        "mistral": {
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+        },
         "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
-        "qwen2": {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False, "hidden_act": "silu"},
+        "qwen2": {
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "use_sliding_window": False,
+            "hidden_act": "silu",
+        },
         "qwen2_moe": {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False},
         "qwen3": {
             "head_dim": 128,
@@ -57,11 +67,31 @@ _FAMILIES: Mapping[str, Config] = MappingProxyType(
             "rope_local_base_freq": 1e4,
         },
         "phi3": {"rms_norm_eps": 1e-5, "hidden_act": "silu", "original_max_position_embeddings": 4096},
-        "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "no_rope_layer_interval": 4, "rms_norm_eps": 1e-6},
-        "gpt_oss": {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "sliding_window_pattern": 2},
+        "smollm3": {
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
+            "rms_norm_eps": 1e-6,
+        },
+        "gpt_oss": {
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+        },
         "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
-        "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
-        "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+        "deepseek_v2": {
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+        "deepseek_v3": {
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
     }
 )
 """What transformers 5.24 takes for settings that a config of the family leaves out."""
@@ -69,7 +99,8 @@ _FAMILIES: Mapping[str, Config] = MappingProxyType(
 _INTERLEAVED = frozenset(
     {"cohere", "cohere2", "cohere2_moe", "glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "llama4_text"}
 )
-"""Families whose keys transformers rotates in neighbouring pairs (0, 1), (2, 3) instead of half-split ones."""
+"""Families whose keys transformers rotates in neighbouring pairs (0, 1), (2, 3) instead of half-split
+ones."""
 
 _FULL_BELOW = frozenset({"qwen2", "qwen2_moe", "qwen3"})
 """Families in which the layers below `max_window_layers` are full; others state the number and ignore it."""
@@ -83,10 +114,11 @@ _NOT_PARAMETERS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_
 def layers_of(config: Config, *, latent: bool = False) -> tuple[LayerSpec, ...]:
     """The layers of the model with this config: `config.json` as read, or a config object's `to_dict()`.
 
-    Models with multi-head latent attention (DeepSeek) come in two forms. By default the layers are what transformers'
-    DynamicCache holds: full K and V of every head, of K the last `qk_rope_head_dim` numbers rotated. `latent=True` gives
-    the latent form that other engines keep: one head of `kv_lora_rank + qk_rope_head_dim` numbers and no V.
-    In both, a parameter of the RoPE named after what comes before it says where in a head the rotated part starts.
+    Models with multi-head latent attention (DeepSeek) come in two forms. By default the layers are what
+    transformers' DynamicCache holds: full K and V of every head, of K the last `qk_rope_head_dim` numbers
+    rotated. `latent=True` gives the latent form that other engines keep: one head of `kv_lora_rank +
+    qk_rope_head_dim` numbers and no V. In both, a parameter of the RoPE named after what comes before it says
+    where in a head the rotated part starts.
 
     Raises UnsupportedModel naming the layer or the setting.
     """
@@ -96,7 +128,8 @@ def layers_of(config: Config, *, latent: bool = False) -> tuple[LayerSpec, ...]:
 
 
 def text_config(config: Config) -> dict[str, Any]:
-    """The settings of the language model in a config, with what its family takes for settings that are left out."""
+    """The settings of the language model in a config, with what its family takes for settings that are left
+    out."""
     settings = dict(config)
     while isinstance(settings.get("text_config"), Mapping):
         outer, settings = settings, dict(settings["text_config"])
@@ -105,12 +138,15 @@ def text_config(config: Config) -> dict[str, Any]:
     family = "gemma3_text" if family == "gemma3" else family
     settings["model_type"] = family
     if settings.get("is_encoder_decoder"):
-        raise UnsupportedModel(f"{family} is an encoder-decoder model (is_encoder_decoder); only decoders have a KV prefix")
+        raise UnsupportedModel(
+            f"{family} is an encoder-decoder model (is_encoder_decoder); only decoders have a KV prefix"
+        )
     return {**_FAMILIES.get(family, {}), **settings}
 
 
 def layer_kinds(settings: Config) -> tuple[str, ...]:
-    """The kind of every layer, from `layer_types` or from the settings that older configs use instead of it."""
+    """The kind of every layer, from `layer_types` or from the settings that older configs use instead of
+    it."""
     count = _integer(settings, "num_hidden_layers")
     named = settings.get("layer_types")
     if named is None:
@@ -124,7 +160,8 @@ def layer_kinds(settings: Config) -> tuple[str, ...]:
 
 
 def number(value: float) -> float:
-    """A number as the shortest decimal of its float32: equal for a config file and for the float32 of a GGUF file."""
+    """A number as the shortest decimal of its float32: equal for a config file and for the float32 of a GGUF
+    file."""
     return float(str(np.float32(value)))
 
 
@@ -141,18 +178,24 @@ def _kind_by_window(settings: Config, index: int) -> str:
 def _layer(settings: Config, index: int, kind: str, latent: bool) -> LayerSpec:
     for setting in ("num_kv_shared_layers", "kv_sharing_modes", "alibi"):
         if settings.get(setting):
-            raise UnsupportedModel(f"{setting} = {settings[setting]!r} is not supported: layers would share or lack their KV")
+            raise UnsupportedModel(
+                f"{setting} = {settings[setting]!r} is not supported: layers would share or lack their KV"
+            )
     window = _integer(settings, "sliding_window") if kind == "sliding" else None
     heads = _integer(settings, "num_attention_heads")
     if settings.get("kv_lora_rank") is not None:
         rank, turned = _integer(settings, "kv_lora_rank"), _integer(settings, "qk_rope_head_dim")
         if latent:
-            return LayerSpec("latent", 1, rank + turned, 0, None, _rope(settings, index, kind, turned, "kv_lora_rank"))
+            return LayerSpec(
+                "latent", 1, rank + turned, 0, None, _rope(settings, index, kind, turned, "kv_lora_rank")
+            )
         plain = _integer(settings, "qk_nope_head_dim")
         rope = _rope(settings, index, kind, turned, "qk_nope_head_dim")
         return LayerSpec(kind, heads, plain + turned, _integer(settings, "v_head_dim"), window, rope)
     size = head_dim(settings)
-    kv_heads = heads if settings.get("num_key_value_heads") is None else _integer(settings, "num_key_value_heads")
+    kv_heads = (
+        heads if settings.get("num_key_value_heads") is None else _integer(settings, "num_key_value_heads")
+    )
     return LayerSpec(kind, kv_heads, size, size, window, _rope(settings, index, kind, size))
 
 
@@ -168,12 +211,18 @@ def _rope(settings: Config, index: int, kind: str, size: int, before: str | None
         return None
     given = _rope_settings(settings, kind)
     if given.get("mrope_section") or given.get("type") == "mrope":
-        raise UnsupportedModel("RoPE with mrope_section turns by several positions at once, which is not supported")
+        raise UnsupportedModel(
+            "RoPE with mrope_section turns by several positions at once, which is not supported"
+        )
     name = str(given.get("rope_type") or given.get("type") or "default")
     rule = _RULE_NAMES.get(name, name)
     if rule not in _RULES:
-        raise UnsupportedModel(f"the RoPE rule {name!r} (rope_type) of layer {index} is not known; known are {_known()}")
-    share = given.get("partial_rotary_factor", settings.get("partial_rotary_factor", settings.get("rotary_pct")))
+        raise UnsupportedModel(
+            f"the RoPE rule {name!r} (rope_type) of layer {index} is not known; known are {_known()}"
+        )
+    share = given.get(
+        "partial_rotary_factor", settings.get("partial_rotary_factor", settings.get("rotary_pct"))
+    )
     if before is not None or share is None:
         share = 1.0
     theta = number(_theta(settings, given))
@@ -194,7 +243,8 @@ def _rotated(settings: Config, index: int) -> bool:
 
 
 def _rope_settings(settings: Config, kind: str) -> Config:
-    """The RoPE settings of layers of one kind: transformers 5's `rope_parameters`, or those of older configs."""
+    """The RoPE settings of layers of one kind: transformers 5's `rope_parameters`, or those of older
+    configs."""
     given = settings.get("rope_parameters")
     if not given:
         given = settings.get("rope_scaling") or {}
@@ -205,7 +255,9 @@ def _rope_settings(settings: Config, kind: str) -> Config:
         if known == kind and isinstance(given.get(name), Mapping):
             return dict(given[name])
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise UnsupportedModel(f"rope_parameters has entries for {', '.join(given)}, but none for {kind} layers")
+        raise UnsupportedModel(
+            f"rope_parameters has entries for {', '.join(given)}, but none for {kind} layers"
+        )
     return dict(given)
 
 
@@ -216,7 +268,8 @@ def _theta(settings: Config, given: Config) -> float:
     if settings["model_type"] in _FAMILIES or given:
         return 1e4
     raise UnsupportedModel(
-        f"the config of this {settings['model_type'] or 'unnamed'} model has no rope_theta: how its keys hold positions is unknown"
+        f"the config of this {settings['model_type'] or 'unnamed'} model has no rope_theta: "
+        "how its keys hold positions is unknown"
     )
 
 
@@ -231,7 +284,12 @@ def _parameters(settings: Config, given: Config, rule: str) -> dict[str, float |
             values["original_max_position_embeddings"] = original
         elif longest is not None:
             values.setdefault("original_max_position_embeddings", longest)
-        if rule != "llama3" and "factor" not in values and longest and values.get("original_max_position_embeddings"):
+        if (
+            rule != "llama3"
+            and "factor" not in values
+            and longest
+            and values.get("original_max_position_embeddings")
+        ):
             values["factor"] = longest / values["original_max_position_embeddings"]
     if rule == "dynamic" and longest is not None:
         values.setdefault("max_position_embeddings", longest)
@@ -249,7 +307,9 @@ def _parameter(key: str, value: Any) -> float | str | tuple[float, ...]:
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(item, (int, float)) for item in value):
         return tuple(number(item) for item in value)
-    raise UnsupportedModel(f"the RoPE setting {key} = {value!r} is neither a number, nor a word, nor a list of numbers")
+    raise UnsupportedModel(
+        f"the RoPE setting {key} = {value!r} is neither a number, nor a word, nor a list of numbers"
+    )
 
 
 def _integer(settings: Config, name: str) -> int:

@@ -1,10 +1,13 @@
-"""GGUF files: their settings as a transformers config, and their tensors by Hugging Face name, row order and value.
+"""GGUF files: their settings as a transformers config, and their tensors by Hugging Face name, row order and
+value.
 
-Only the header is read when a file is opened; tensors are memory-mapped, and dequantised when their values are asked for.
+Only the header is read when a file is opened; tensors are memory-mapped, and dequantised when their values
+are asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 import struct
@@ -23,7 +26,19 @@ from retain.geometry import number
 Array = npt.NDArray[Any]
 
 _SCALARS = MappingProxyType(
-    {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+    {
+        0: "<u1",
+        1: "<i1",
+        2: "<u2",
+        3: "<i2",
+        4: "<u4",
+        5: "<i4",
+        6: "<f4",
+        7: "?",
+        10: "<u8",
+        11: "<i8",
+        12: "<f8",
+    }
 )
 _STRING, _ARRAY = 8, 9
 _F32, _F16, _BF16 = 0, 1, 30
@@ -33,7 +48,8 @@ _MAX_RANK = 4
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp's converter changes a family: names, the order of the rows of Q and K, and offset norms."""
+    """How llama.cpp's converter changes a family: names, the order of the rows of Q and K, and offset
+    norms."""
 
     config: Callable[[GgufFile], dict[str, Any]]
     names: Mapping[str, str]
@@ -52,7 +68,8 @@ class GgufTensor:
     offset: float
 
     def sample(self, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The values at these rows and columns; a vector is one row, and of more dimensions the last are columns."""
+        """The values at these rows and columns; a vector is one row, and of more dimensions the last are
+        columns."""
         stored = rows if self.rows is None else self.rows[rows]
         width, size = _block(self.quantisation)
         lines = self.data.reshape(-1, self._columns // width, size)
@@ -83,15 +100,18 @@ class _Stored:
 
 
 class GgufFile:
-    """An opened GGUF file. Raises UnsupportedModel for a file that is none, is cut off, or has a newer version."""
+    """An opened GGUF file. Raises UnsupportedModel for a file that is none, is cut off, or has a newer
+    version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._data = np.memmap(path, dtype=np.uint8, mode="r")
             metadata, stored = _Reader(self._data).header()
-        except (ValueError, struct.error, UnicodeDecodeError, IndexError, OverflowError) as error:
-            raise UnsupportedModel(f"{path.name} is not a whole GGUF file of version 2 or 3: {error}") from error
+        except (ValueError, TypeError, struct.error, ArithmeticError) as error:
+            raise UnsupportedModel(
+                f"{path.name} is not a whole GGUF file of version 2 or 3: {error}"
+            ) from error
         self.metadata: Mapping[str, Any] = metadata
         self._stored = stored
 
@@ -109,7 +129,8 @@ class GgufFile:
         return self._known().config(self)
 
     def tensors(self) -> dict[str, GgufTensor]:
-        """The tensors by Hugging Face name. Raises UnsupportedModel naming a tensor that has no known counterpart."""
+        """The tensors by Hugging Face name. Raises UnsupportedModel naming a tensor that has no known
+        counterpart."""
         family = self._known()
         heads = _heads(self)
         found = {}
@@ -117,8 +138,8 @@ class GgufFile:
             target = _hugging_face_name(name, family.names)
             if target is None:
                 raise UnsupportedModel(
-                    f"{self.path.name} has a tensor {name!r} that Retain cannot place in a {self.architecture} model; "
-                    "use the model's safetensors directory"
+                    f"{self.path.name} has a tensor {name!r} that Retain cannot place in a "
+                    f"{self.architecture} model; use the model's safetensors directory"
                 )
             rows = None
             part = name.split(".")[2] if name.startswith("blk.") else ""
@@ -127,9 +148,13 @@ class GgufFile:
             shift = family.norm_offset if name.endswith("norm.weight") else 0.0
             data = self._data[stored.start : stored.start + stored.size]
             if data.size != stored.size:
-                raise UnsupportedModel(f"{self.path.name} is cut off: tensor {name} ends behind the end of the file")
+                raise UnsupportedModel(
+                    f"{self.path.name} is cut off: tensor {name} ends behind the end of the file"
+                )
             if rows is not None and len(stored.shape) == 1:
-                raise UnsupportedModel(f"{self.path.name} has {name!r}: biases of Q and K cannot be read from a GGUF file")
+                raise UnsupportedModel(
+                    f"{self.path.name} has {name!r}: biases of Q and K cannot be read from a GGUF file"
+                )
             found[target] = GgufTensor(stored.shape, stored.quantisation, data, rows, shift)
         return found
 
@@ -149,7 +174,8 @@ def _heads(file: GgufFile) -> dict[str, int]:
 
 
 def _half_split_rows(rows: int, heads: int) -> npt.NDArray[np.int64]:
-    # llama.cpp's converter interleaves the rows of Q and K: stored[2 * i + h] = row[h * half + i] within each head.
+    # llama.cpp's converter interleaves the rows of Q and K: stored[2 * i + h] = row[h * half + i] within each
+    # head.
     half = rows // heads // 2
     return np.arange(rows, dtype=np.int64).reshape(heads, half, 2).swapaxes(1, 2).reshape(rows)
 
@@ -168,10 +194,14 @@ def _base_config(file: GgufFile, model_type: str) -> dict[str, Any]:
     hidden = int(_needed(file, "embedding_length"))
     counts = file.setting("attention.head_count_kv", heads)
     if not isinstance(counts, int):
-        raise UnsupportedModel(f"{file.path.name} has another number of KV heads in each layer, which is not supported")
-    key, value = file.setting("attention.key_length", hidden // heads), file.setting("attention.value_length", hidden // heads)
-    if key != value:
-        raise UnsupportedModel(f"{file.path.name} has heads of {key} and {value} numbers for K and V, which is not supported")
+        raise UnsupportedModel(
+            f"{file.path.name} has another number of KV heads in each layer, which is not supported"
+        )
+    size = file.setting("attention.key_length", hidden // heads)
+    if file.setting("attention.value_length", size) != size:
+        raise UnsupportedModel(
+            f"{file.path.name} has heads of other sizes for K than for V, which is not supported"
+        )
     config = {
         "model_type": model_type,
         "hidden_size": hidden,
@@ -179,7 +209,7 @@ def _base_config(file: GgufFile, model_type: str) -> dict[str, Any]:
         "num_hidden_layers": int(_needed(file, "block_count")),
         "num_attention_heads": heads,
         "num_key_value_heads": counts,
-        "head_dim": int(key),
+        "head_dim": int(size),
         "max_position_embeddings": int(_needed(file, "context_length")),
         "rms_norm_eps": number(_needed(file, "attention.layer_norm_rms_epsilon")),
         "vocab_size": file._stored["token_embd.weight"].shape[0],
@@ -215,8 +245,9 @@ def _gemma3_config(file: GgufFile) -> dict[str, Any]:
     if isinstance(pattern, int):
         pattern = [bool((index + 1) % pattern) for index in range(layers)]
     local = {"rope_type": "default", "rope_theta": number(file.setting("rope.freq_base_swa", 1e4))}
-    # llama.cpp scales by the size of a head, and in the 27B model, known by its 62 layers, by hidden size over heads.
-    scale = config["hidden_size"] // heads if layers == 62 else config["head_dim"]  # noqa: PLR2004
+    # llama.cpp scales by the size of a head, and in the 27B model, known by its 62 layers, by hidden size
+    # over heads.
+    scale = config["hidden_size"] // heads if layers == 62 else config["head_dim"]
     softcap = file.setting("final_logit_softcapping")
     return {
         **config,
@@ -239,8 +270,8 @@ def _rope(file: GgufFile) -> dict[str, Any]:
         factor = file.setting("rope.scaling.factor", file.setting("rope.scale_linear"))
         return {"rope_type": "linear", "rope_theta": theta, "factor": number(factor)}
     raise UnsupportedModel(
-        f"{file.path.name} scales RoPE by the rule {rule!r} (rope.scaling.type), which Retain cannot read from a GGUF file; "
-        "use the model's safetensors directory"
+        f"{file.path.name} scales RoPE by the rule {rule!r} (rope.scaling.type), which Retain cannot read "
+        "from a GGUF file; use the model's safetensors directory"
     )
 
 
@@ -286,11 +317,12 @@ _ARCHITECTURES = MappingProxyType(
 
 
 class _Reader:
-    """Walks the header. The vocabulary and the merges, half of most files' header, are counted and skipped."""
+    """Walks the header. The vocabulary and the merges, half of most files' header, are counted and
+    skipped."""
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
         self._data = data
-        self._view = memoryview(data)
+        self._view = memoryview(data.data)
         self._at = 0
 
     def header(self) -> tuple[dict[str, Any], dict[str, _Stored]]:
@@ -308,7 +340,8 @@ class _Reader:
         alignment = int(metadata.get("general.alignment", 32))
         start = -(-self._at // alignment) * alignment
         return metadata, {
-            name: _Stored(shape, kind, start + offset, _size(name, shape, kind)) for name, shape, kind, offset in infos
+            name: _Stored(shape, kind, start + offset, _size(name, shape, kind))
+            for name, shape, kind, offset in infos
         }
 
     def _unpack(self, form: str) -> int:
@@ -360,7 +393,9 @@ class _Reader:
 def _size(name: str, shape: tuple[int, ...], kind: int) -> int:
     width, size = _block(kind)
     if shape[-1] % width:
-        raise ValueError(f"the rows of tensor {name} have {shape[-1]} numbers, no multiple of a block of {width}")
+        raise ValueError(
+            f"the rows of tensor {name} have {shape[-1]} numbers, no multiple of a block of {width}"
+        )
     return math.prod(shape) // width * size
 
 
@@ -372,7 +407,9 @@ def _block(kind: int) -> tuple[int, int]:
     try:
         width, size = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType(kind)]
     except (ValueError, KeyError) as error:
-        raise UnsupportedModel(f"the quantisation with number {kind} is not known to the gguf package") from error
+        raise UnsupportedModel(
+            f"the quantisation with number {kind} is not known to the gguf package"
+        ) from error
     return int(width), int(size)
 
 
@@ -390,8 +427,6 @@ def _dequantise(data: Array, kind: int) -> npt.NDArray[np.float32]:
 
 
 def _package(module: str) -> Any:
-    import importlib  # noqa: PLC0415
-
     try:
         return importlib.import_module(f"gguf.{module}")
     except ImportError as error:

@@ -22,9 +22,13 @@ Values = npt.NDArray[np.float64]
 
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors format itself
 _DTYPES = MappingProxyType(
-    {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1"}
-    | {"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1", "F8_E4M3": "<u1", "F8_E5M2": "<u1"}
+    {
+        name: f"<{name[0].lower()}{int(name[1:]) // 8}"
+        for name in ["F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8"]
+    }
+    | {"BF16": "<u2", "BOOL": "<u1", "F8_E4M3": "<u1", "F8_E5M2": "<u1"}
 )
+"""numpy's dtypes for those of safetensors; those that numpy lacks are read as their bits."""
 
 
 class Weight(Protocol):
@@ -35,7 +39,7 @@ class Weight(Protocol):
         """Its shape in row-major order."""
 
     def sample(self, rows: Indices, columns: Indices) -> Values:
-        """The values at these rows and columns. A vector is one row; of more dimensions the last are the columns."""
+        """The values at these rows and columns. A vector is one row; the last dimension are the columns."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         files = tuple(sorted(directory.glob("model*.safetensors")))
     if not files:
         raise UnsupportedModel(
-            f"{directory} has no model.safetensors; pickled weights (.bin, .pt) are not read: save the model as safetensors"
+            f"{directory} has no model.safetensors; pickled weights (.bin, .pt) are not read: "
+            "save the model as safetensors"
         )
     return files
 
@@ -97,7 +102,7 @@ class _SafetensorsTensor:
 def _safetensors(path: Path) -> dict[str, Weight]:
     data = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
     try:
-        (length,) = struct.unpack("<Q", data[:8])
+        (length,) = struct.unpack("<Q", data[:8].tobytes())
         if length > min(_MAX_HEADER_BYTES, data.size - 8):
             raise ValueError(f"its header claims {length} bytes")
         header = json.loads(bytes(data[8 : 8 + length]))

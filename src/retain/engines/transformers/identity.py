@@ -1,4 +1,5 @@
-"""Which model a live torch model is: its ModelSpec, from the config and the very parameters it computes with."""
+"""Which model a live torch model is: its ModelSpec, from the config and the very parameters it computes
+with."""
 
 from __future__ import annotations
 
@@ -39,16 +40,18 @@ class WeightDigests:
 def spec_of(model: nn.Module, name: str | None = None, digests: WeightDigests | None = None) -> ModelSpec:
     """The spec of a live model, as its DynamicCache holds the KV.
 
-    Every parameter and kept buffer is read, so a merged adapter or an updated weight gives another variant; unmerged
-    LoRA adapters that are switched on give the spec's adapter. `digests` are those of an unchanged model that were
-    computed before. Raises UnsupportedModel.
+    Every parameter and kept buffer is read, so a merged adapter or an updated weight gives another variant;
+    unmerged LoRA adapters that are switched on give the spec's adapter. `digests` are those of an unchanged
+    model that were computed before. Raises UnsupportedModel.
     """
     config = _config(model)
     settings = text_config(config)
     known = digests or weight_digests(model)
     dtype = str(_compute_dtype(model)).removeprefix("torch.")
     return ModelSpec(
-        name=name or PurePath(str(getattr(_config_object(model), "_name_or_path", ""))).name or settings["model_type"],
+        name=name
+        or PurePath(str(getattr(_config_object(model), "_name_or_path", ""))).name
+        or settings["model_type"],
         architecture=settings["model_type"],
         layers=layers_of(config),
         dtype=dtype,
@@ -68,10 +71,10 @@ def weight_digests(model: nn.Module) -> WeightDigests:
 def content_digest(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """A digest of tensors: name, dtype, shape and every byte of each.
 
-    Each tensor is hashed with XXH3-128 and the list of hashes with SHA-256. It is there to tell weights apart that
-    people made, for which 128 well-mixed bits are plenty, at the speed of memory: 9 times that of SHA-256, which would
-    add 10 seconds for each 16 GB to every attach. It is no defence against someone who crafts weights to collide; who
-    can load weights into an engine can make it say anything.
+    Each tensor is hashed with XXH3-128 and the list of hashes with SHA-256. It is there to tell weights apart
+    that people made, for which 128 well-mixed bits are plenty, at the speed of memory: 9 times that of
+    SHA-256, which would add 10 seconds for each 16 GB to every attach. It is no defence against someone who
+    crafts weights to collide; who can load weights into an engine can make it say anything.
     """
     items = sorted(tensors.items())
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -86,7 +89,8 @@ def content_digest(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def adapter_of(model: nn.Module) -> bytes | None:
-    """The digest of the unmerged LoRA adapters that are switched on: their tensors and factors. None without any."""
+    """The digest of the unmerged LoRA adapters that are switched on: their tensors and factors. None without
+    any."""
     parts: dict[str, torch.Tensor] = {}
     factors: list[Field] = []
     for name, module in model.named_modules():
@@ -110,7 +114,11 @@ def adapter_of(model: nn.Module) -> bytes | None:
 
 def _active_adapters(module: nn.Module) -> list[str] | None:
     """The adapters a layer adds to its output; None for a layer that has none, or adds none."""
-    if not hasattr(module, "lora_A") or getattr(module, "disable_adapters", False) or getattr(module, "merged", False):
+    if (
+        not hasattr(module, "lora_A")
+        or getattr(module, "disable_adapters", False)
+        or getattr(module, "merged", False)
+    ):
         return None
     names = list(module.lora_A) if isinstance(module.lora_A, (nn.ModuleDict, nn.ParameterDict)) else [""]
     active = getattr(module, "active_adapters", names)
@@ -143,7 +151,9 @@ def _own_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _present(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
-        raise UnsupportedModel(f"the weight {name} is not in memory (device meta), so the model cannot be told apart")
+        raise UnsupportedModel(
+            f"the weight {name} is not in memory (device meta), so the model cannot be told apart"
+        )
     return tensor.detach()
 
 
@@ -151,8 +161,10 @@ def _hash(name: str, tensor: torch.Tensor) -> bytes:
     try:
         data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise UnsupportedModel(f"the bytes of the weight {name} ({type(tensor).__name__}) cannot be read") from error
-    return xxhash.xxh3_128_digest(data)
+        raise UnsupportedModel(
+            f"the bytes of the weight {name} ({type(tensor).__name__}) cannot be read"
+        ) from error
+    return xxhash.xxh3_128_digest(data.data)
 
 
 @dataclass(frozen=True)
@@ -189,7 +201,9 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
     for parameter in model.parameters():
         if parameter.dtype in _FLOATS:
             return parameter.dtype
-    raise UnsupportedModel(f"a {type(model).__name__} has no floating-point weights, so the dtype of its KV is unknown")
+    raise UnsupportedModel(
+        f"a {type(model).__name__} has no floating-point weights, so the dtype of its KV is unknown"
+    )
 
 
 def _numeric_class(model: nn.Module) -> str:

@@ -1,7 +1,8 @@
 """Loading a model and its tokenizer into torch, from files of this machine alone.
 
-A GGUF file is converted once into a directory in the cache, named by its content: transformers would need 20 seconds for
-a small model at every start. Weights that were digested before are known by their files, and not read again for it.
+A GGUF file is converted once into a directory in the cache, named by its content: transformers would need 20
+seconds for a small model at every start. Weights that were digested before are known by their files, and not
+read again for it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from retain.model import ModelSpec
 from retain.models import Source, find
 from retain.weights import weight_files
 
-# Read by huggingface_hub when it is imported. Every call below asks for local files only; this also stops libraries
-# that look for news of a model by themselves.
+# Read by huggingface_hub when it is imported. Every call below asks for local files only; this also stops
+# libraries that look for news of a model by themselves.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 try:
@@ -72,10 +73,11 @@ def load(
     cache: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Loaded:
-    """Load a model for inference in `dtype` (float32, bfloat16 or float16), with transformers' `attention` kernel.
+    """Load a model for inference in `dtype` (float32, bfloat16 or float16), with transformers' `attention`
+    kernel.
 
-    `cache` is where a converted GGUF file and known digests are kept, by default Retain's cache directory. `progress`
-    is told in one line of what takes more than a moment. Raises UnsupportedModel, ConfigError.
+    `cache` is where a converted GGUF file and known digests are kept, by default Retain's cache directory.
+    `progress` is told in one line of what takes more than a moment. Raises UnsupportedModel, ConfigError.
     """
     if dtype not in DTYPES:
         raise UnsupportedModel(f"a model cannot be loaded in {dtype!r}; known are {', '.join(DTYPES)}")
@@ -89,8 +91,12 @@ def load(
     identity = identity_of((*files, directory / "config.json"), *_versions(dtype))
     trusted = settled((*files, directory / "config.json"))
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=DTYPES[dtype], attn_implementation=attention, local_files_only=True, use_safetensors=True
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=DTYPES[dtype],
+            attn_implementation=attention,
+            local_files_only=True,
+            use_safetensors=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     model.eval()
@@ -119,7 +125,8 @@ def load_tokenizer(source: Source | str, *, cache: Path | None = None) -> Any:
 def converted(source: Source, cache: Path, known: DigestCache, progress: Callable[[str], None]) -> Path:
     """The directory with the model of a GGUF file: config, tokenizer, and dequantised float32 weights.
 
-    Its name is the digest of the file's content, so a changed file is converted anew. It appears whole or not at all.
+    Its name is the digest of the file's content, so a changed file is converted anew. It appears whole or not
+    at all.
     """
     content = _content_digest(source.path, known)
     directory = cache / "models" / f"{source.name}-{content[:12].hex()}-{_CONVERSION}"
@@ -138,7 +145,9 @@ def converted(source: Source, cache: Path, known: DigestCache, progress: Callabl
             shutil.rmtree(directory)
         with contextlib.suppress(FileExistsError):  # another process was as quick, and made the same
             made.rename(directory)
-    progress(f"converted {source.path.name} in {time.perf_counter() - started:.1f} s; it is kept in {directory}")
+    progress(
+        f"converted {source.path.name} in {time.perf_counter() - started:.1f} s; it is kept in {directory}"
+    )
     return directory
 
 
@@ -161,7 +170,9 @@ def _content_digest(path: Path, known: DigestCache) -> bytes:
 def _write_model(gguf: GgufFile, directory: Path) -> None:
     tensors = {name: tensor.read() for name, tensor in gguf.tensors().items()}
     config = gguf.config()
-    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    generation = {
+        name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config
+    }
     ends = [gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     stops = list(dict.fromkeys(end for end in ends if end is not None))
     if len(stops) > 1:
@@ -173,7 +184,9 @@ def _write_model(gguf: GgufFile, directory: Path) -> None:
 
 def _write_tokenizer(gguf: GgufFile, directory: Path) -> None:
     with _quiet():
-        tokenizer = AutoTokenizer.from_pretrained(gguf.path.parent, gguf_file=gguf.path.name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            gguf.path.parent, gguf_file=gguf.path.name, local_files_only=True
+        )
     fixed = _PRE_TOKENIZERS.get(str(gguf.metadata.get("tokenizer.ggml.pre", "")))
     if fixed is not None:
         tokenizer.backend_tokenizer.pre_tokenizer = fixed()
@@ -187,23 +200,26 @@ def _smollm() -> Any:
 
 
 _PRE_TOKENIZERS: MappingProxyType[str, Callable[[], Any]] = MappingProxyType({"smollm": _smollm})
-"""How llama.cpp splits text before merging, by `tokenizer.ggml.pre`, where transformers does it differently."""
+"""How llama.cpp splits text before merging, by `tokenizer.ggml.pre`, where transformers does it
+differently."""
 
 
 def _versions(dtype: str) -> tuple[str, ...]:
-    # transformers may fuse or rename weights as it loads them, and does so differently from release to release.
+    # transformers may fuse or rename weights as it loads them, and does so differently from release to
+    # release.
     return ("weights", dtype, transformers.__version__, importlib.metadata.version("torch"))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' progress bars and warnings, which speak of steps the user did not ask for."""
-    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    settings: Any = transformers_logging
+    level, bars = settings.get_verbosity(), settings.is_progress_bar_enabled()
+    settings.set_verbosity_error()
+    settings.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(level)
+        settings.set_verbosity(level)
         if bars:
-            transformers_logging.enable_progress_bar()
+            settings.enable_progress_bar()
