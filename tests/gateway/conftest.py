@@ -1,0 +1,102 @@
+"""Servers on loopback for the tests of the gateway."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+import retain
+from retain.cache import Cache
+from retain.gateway.engine import Engine
+from retain.gateway.server import build_app
+
+
+@dataclass
+class Served:
+    """A server under test."""
+
+    url: str
+    cache: Cache
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+    def get(self, path: str, key: str | None = None) -> httpx.Response:
+        return httpx.get(
+            self.url + path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=30
+        )
+
+    def post(self, path: str, body: object, key: str | None = None) -> httpx.Response:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        if isinstance(body, bytes):
+            return httpx.post(self.url + path, content=body, headers=headers, timeout=30)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=30)
+
+    def metric(self, name: str, key: str | None = None) -> float:
+        """The value of one line of /metrics, by its name and labels; 0 where there is none."""
+        for line in self.get("/metrics", key).text.splitlines():
+            if line.rpartition(" ")[0] == name:
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Whether the condition comes to hold within so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return condition()
+
+
+Serve = Callable[..., Served]
+
+
+def _servers() -> Iterator[Serve]:
+    ends: list[Callable[[], None]] = []
+
+    def start(engine: Engine, **options: object) -> Served:
+        cache = retain.open("memory:16MiB")
+        app = build_app(engine, cache, "toy", **options)  # type: ignore[arg-type]
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        assert eventually(lambda: server.started)
+
+        def end() -> None:
+            server.should_exit = True
+            thread.join(10)
+            listener.close()
+            cache.close()
+            assert not thread.is_alive()
+
+        ends.append(end)
+        return Served(f"http://127.0.0.1:{listener.getsockname()[1]}", cache)
+
+    yield start
+    for end in ends:
+        end()
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serve an engine in this process: `serve(engine, api_keys={...}, max_queue=2)`."""
+    yield from _servers()
+
+
+@pytest.fixture(scope="module")
+def serve_module() -> Iterator[Serve]:
+    """The same for a server that a module's tests share."""
+    yield from _servers()
