@@ -72,6 +72,13 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_offset(offset: int) -> int:
+    """Return `offset` if it is a place in an object, else raise ValueError."""
+    if offset < 0:
+        raise ValueError(f"an offset cannot be negative, got {offset}")
+    return offset
+
+
 def as_bytes(buffer: Buffer) -> memoryview:
     """`buffer` as a flat view of its bytes. Raises TypeError for memory that is not contiguous."""
     view = memoryview(buffer)

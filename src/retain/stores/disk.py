@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from retain.errors import StoreFull, StoreUnavailable
-from retain.stores.base import Buffer, StoredObject, as_bytes, check_name
+from retain.stores.base import Buffer, StoredObject, as_bytes, check_name, check_offset
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class DiskStore:
                 raise
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
+        check_offset(offset)
         target = as_bytes(buffer)
         with self._opened(name) as file:
             if file is None:
@@ -101,6 +102,7 @@ class DiskStore:
             return None if file is None else os.fstat(file).st_size
 
     def delete(self, name: str) -> bool:
+        check_name(name)
         with self._call(), _translated(f"the object {name} could not be deleted"):
             try:
                 shard = self._shard(name)
@@ -168,6 +170,7 @@ class DiskStore:
     @contextmanager
     def _opened(self, name: str) -> Iterator[int | None]:
         """The open file of object `name`, None if there is none."""
+        check_name(name)
         with self._call(), _translated(f"the object {name} could not be read"):
             file = None
             try:

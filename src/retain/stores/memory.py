@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from retain import _native
 from retain.errors import StoreFull, StoreUnavailable
-from retain.stores.base import Buffer, StoredObject, as_bytes, check_name
+from retain.stores.base import Buffer, StoredObject, as_bytes, check_name, check_offset
 
 log = logging.getLogger(__name__)
 
@@ -137,11 +137,13 @@ class MemoryStore:
             self._keep(name, place)
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
+        check_name(name)
+        check_offset(offset)
         target = as_bytes(buffer)
         with self._lock:
             self._check_open()
             held = self._objects.get(name)
-            if held is None or offset >= held.size:
+            if held is None or offset >= held.size or not len(target):
                 return 0
             held.readers += 1
             source = self._bytes(held)[offset : offset + len(target)]
@@ -155,12 +157,14 @@ class MemoryStore:
                     self._give(held)
 
     def size(self, name: str) -> int | None:
+        check_name(name)
         with self._lock:
             self._check_open()
             held = self._objects.get(name)
             return None if held is None else held.size
 
     def delete(self, name: str) -> bool:
+        check_name(name)
         with self._lock:
             self._check_open()
             held = self._objects.pop(name, None)
