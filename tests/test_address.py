@@ -32,7 +32,7 @@ def test_a15_unit_strings_are_read_as_written(text, size):
     "text", ["", "GiB", "-1GiB", "4 gigs", "1e9", "0x10", "nan", "4GiB extra", "1.0001KiB"]
 )
 def test_a15_what_is_no_size_is_refused_with_the_text(text):
-    with pytest.raises(ConfigError, match="size|unit|whole number"):
+    with pytest.raises(ConfigError, match=r"size|unit|whole number"):
         parse_size(text)
 
 

@@ -110,7 +110,7 @@ def test_a15_a_file_that_cannot_be_read_is_refused(home):
         ("port: yes", "True is not a port"),
         ("port: '8000'", "'8000' is not a port"),
         ("model: 7", "7 is not a text"),
-        ("api_keys: secret", "'secret' is not a list of API keys"),
+        ("api_keys: secret", "api_keys in .*: the API keys are not a list of NAME=KEY texts$"),
         ("port: 1\nport: 2", "'port' is given twice"),
         ("[1, 2]", "is a list, not a mapping"),
         ("port: [", "not valid YAML"),

@@ -120,7 +120,7 @@ def _read_file(path: Path, named_by: str | None) -> dict[str, object]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration {path} cannot be read: {error}") from error
     try:
-        document = yaml.load(text, _StrictLoader)  # a subclass of SafeLoader
+        document = yaml.load(text, _StrictLoader)  # noqa: S506 - a subclass of SafeLoader
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"the configuration {path} is not valid YAML: {reason}") from error
@@ -214,7 +214,10 @@ def _port(value: object) -> int:
 
 
 def _keys(value: object) -> tuple[str, ...]:
-    return _texts(value, "a list of API keys")
+    try:
+        return _texts(value, "")
+    except ConfigError:  # the value itself is a secret and is not repeated
+        raise ConfigError("the API keys are not a list of NAME=KEY texts") from None
 
 
 def _folder(value: object) -> Path:

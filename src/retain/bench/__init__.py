@@ -1,0 +1,1 @@
+"""Measurements of Retain beside its peers and its limits; each bench returns a Report."""

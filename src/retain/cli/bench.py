@@ -1,0 +1,93 @@
+"""`retain bench NAME`: measurements, printed as tables, as one JSON object, or drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from retain.bench.report import Report, save_figure, tables
+from retain.cli.options import Json, Plot, settings
+from retain.cli.terminal import BAD, stdout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+app = typer.Typer(help="Measure Retain beside its peers and limits.", no_args_is_help=True)
+
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        "--data", metavar="DIR", help="Folder of traces and texts (RETAIN_DATA).", show_default=False
+    ),
+]
+
+
+@app.command("store")
+def store(as_json: Json = False, plot: Plot = None) -> None:
+    """Memory and disk tiers beside memcpy and bare pread and pwrite, per second of CPU time."""
+    from retain.bench import store as bench
+
+    finish(bench.run(), bench.plot, as_json, plot)
+
+
+@app.command("keys")
+def keys(as_json: Json = False, plot: Plot = None) -> None:
+    """Keys of a prompt beside plain SHA-256; the index at a million blocks."""
+    from retain.bench import keys as bench
+
+    finish(bench.run(), bench.plot, as_json, plot)
+
+
+@app.command("trace")
+def trace(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--trace", metavar="NAME", help="mooncake-conversation, mooncake-synthetic, weka, or a file."
+        ),
+    ] = "mooncake-conversation",
+    capacity: Annotated[
+        list[int] | None, typer.Option(help="Capacity in blocks. Repeatable.", show_default=False)
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="lru, lru-leaf, belady or belady-leaf. Repeatable.", show_default=False),
+    ] = None,
+    data: Data = None,
+    as_json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Hit rates of the eviction policies on traces of real requests, below Belady's optimum."""
+    from retain.bench import trace as bench
+
+    report = bench.run(name, settings(context, data=data).data, capacity or (), policy or ())
+    finish(report, bench.plot, as_json, plot)
+
+
+@app.command("ttft")
+def ttft(
+    tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
+    as_json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Time to the first token: cold, warm from memory, after a restart from disk; and what a miss costs."""
+    from retain.bench import ttft as bench
+
+    finish(bench.run(tokens), bench.plot, as_json, plot)
+
+
+def finish(report: Report, draw: Callable[[Report], Figure], as_json: bool, plot: Path | None) -> None:
+    """Print and draw a report; exit 1 if one of its checks failed."""
+    if as_json:
+        print(report.json())
+    else:
+        for table in tables(report):
+            stdout.print(table)
+    if plot is not None:
+        save_figure(draw(report), plot)
+    if not report.passed:
+        raise typer.Exit(BAD)

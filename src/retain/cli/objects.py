@@ -1,0 +1,84 @@
+"""The objects of disk tiers as commands see them: each with its header, or the reason why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from retain.address import TierAddress
+from retain.errors import ConfigError, InvalidObject
+from retain.header import MAX_HEADER_BYTES, BlockHeader, parse_frame
+from retain.stores.base import Store, StoredObject
+
+FIRST_READ_BYTES = 1 << 14
+"""Enough for the header of most models; a longer one takes a second read."""
+
+
+@dataclass(frozen=True)
+class DiskTier:
+    """An open disk tier and its folder."""
+
+    path: Path
+    store: Store
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One object: where it lies, what the store says of it, and its header or what is wrong with it."""
+
+    tier: DiskTier
+    stored: StoredObject
+    header: BlockHeader | None
+    problem: str | None = None
+
+
+@contextmanager
+def disk_tiers(addresses: Sequence[TierAddress]) -> Iterator[list[DiskTier]]:
+    """The disk tiers among `addresses`, open. Raises ConfigError where there is none to look at."""
+    from retain.stores.disk import DiskStore
+
+    paths = [address.path for address in addresses if address.path is not None]
+    if not paths:
+        raise ConfigError(
+            "none of the tiers is a disk tier, and memory tiers end with their process: give --tier disk:PATH"
+        )
+    tiers: list[DiskTier] = []
+    try:
+        for path in paths:
+            # Looking at a tier must not create it.
+            if not path.is_dir():
+                raise ConfigError(
+                    f"the folder {path} of the disk tier does not exist: nothing has been kept there yet"
+                )
+            tiers.append(DiskTier(path, DiskStore(path)))
+        yield tiers
+    finally:
+        for tier in tiers:
+            tier.store.close()
+
+
+def listed(tiers: Sequence[DiskTier]) -> Iterator[Listed]:
+    """Every object of the tiers, its header read but its content not verified."""
+    for tier in tiers:
+        for stored in tier.store.scan():
+            try:
+                yield Listed(tier, stored, read_header(tier.store, stored))
+            except InvalidObject as error:
+                yield Listed(tier, stored, None, str(error))
+
+
+def read_header(store: Store, stored: StoredObject) -> BlockHeader:
+    """The header of one object. Raises InvalidObject."""
+    data = read(store, stored.name, min(stored.size, FIRST_READ_BYTES))
+    claimed = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < claimed <= min(stored.size, 8 + MAX_HEADER_BYTES):
+        data = read(store, stored.name, claimed)
+    return parse_frame(data).header
+
+
+def read(store: Store, name: str, size: int) -> memoryview:
+    """The first `size` bytes of an object, fewer if it ends before."""
+    buffer = memoryview(bytearray(size))
+    return buffer[: store.read_into(name, buffer)]

@@ -1,0 +1,81 @@
+"""`retain serve MODEL`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retain.address import TierAddress
+from retain.cli.options import Tiers, settings
+from retain.errors import MissingDependency
+
+NOTHING = TierAddress("memory", capacity=0)
+"""A tier that keeps nothing: every request is computed as if Retain were not there."""
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder, a GGUF file, or smollm2 for the packaged model.",
+            show_default=False,
+        ),
+    ] = None,
+    tier: Tiers = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Serve without keeping any KV.")] = False,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.", show_default=False)] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=KEY", help="A tenant and its key. Repeatable.", show_default=False),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="More of them, one a line.", show_default=False)
+    ] = None,
+    allow_open: Annotated[
+        bool, typer.Option("--allow-open", help="Listen beyond this machine without any API key.")
+    ] = False,
+    policy: Annotated[
+        str | None, typer.Option(help="What is evicted first: lru or lru-leaf.", show_default=False)
+    ] = None,
+    audit: Annotated[
+        float | None, typer.Option(help="Share of hits that are recomputed and compared.", show_default=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name to clients.", show_default=False)] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve a model through the OpenAI API, keeping and reusing its KV."""
+    chosen = settings(
+        context,
+        model=model,
+        tiers=tier,
+        host=host,
+        port=port,
+        api_keys=api_key,
+        policy=policy,
+        audit=audit,
+    )
+    try:
+        from retain.gateway import run_server
+    except ImportError as error:
+        raise MissingDependency(
+            f"the server needs {error.name}: pip install 'retain[serve,transformers]'"
+        ) from error
+    code = run_server(
+        chosen.model,
+        [NOTHING] if no_cache else chosen.tiers,
+        chosen.host,
+        chosen.port,
+        api_keys=chosen.api_keys,
+        api_key_file=api_key_file,
+        allow_open=allow_open,
+        served_name=name,
+        policy=chosen.policy,
+        audit=chosen.audit,
+        log_level=log_level,
+    )
+    raise typer.Exit(code)
