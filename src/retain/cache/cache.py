@@ -210,7 +210,7 @@ class Cache:
         return flight
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Wait until all blocks stored so far are written to the tiers below; False where it took too long."""
+        """Wait until what was stored so far is written to the tiers below; False where it took too long."""
         return self._demoter.flush(timeout)
 
     def count(self, name: str, n: int = 1) -> None:

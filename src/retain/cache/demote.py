@@ -94,6 +94,9 @@ class Demoter:
         name = header.name
         if tier.find(name) is not None:
             return
+        if tier.leaving(name):  # a reader still has the one that was dropped: this one stays in memory
+            self._ledger.count("refused_blocks")
+            return
         chunks = self._chunks(job)
         size = sum(len(chunk) for chunk in chunks)
         if not tier.make_room(size):
@@ -108,7 +111,7 @@ class Demoter:
             raise
         with tier.lock:
             tier.release_room(size)
-            if job.cancelled or tier.find(name) is not None:
+            if job.cancelled:
                 tier.store.delete(name)
                 return
             tier.insert(header, name, size)

@@ -170,11 +170,8 @@ class Finder:
             held: list[Source] = []
             for source in part.sources:
                 tier = self._tiers[source.tier]
-                with tier.lock:
-                    if not tier.live(source.slot) or tier.index.record(source.slot).key != part.key:
-                        break
-                    if not tier.acquire([source.slot]):
-                        break
+                if not tier.acquire(source.slot, part.key):
+                    break
                 held.append(source)
             if len(held) < len(part.sources):
                 self._release_sources(held)
@@ -281,7 +278,7 @@ class Finder:
                 )
         self._ledger.count("adopted_objects", len(adopted))
         if not tier.make_room(0):
-            self._ledger.failure(f"the {tier.name} tier holds more than its capacity", f"{tier.bytes} bytes")
+            self._ledger.failure(f"the {tier.name} tier holds more than its capacity", f"{tier.used} bytes")
         else:
             tier.release_room(0)
         self._workers.submit(lambda: self._learn(tier, adopted, done))

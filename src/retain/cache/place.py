@@ -53,7 +53,7 @@ class Arena:
                 self._store.commit(name)
                 slot = self.tier.insert(header, name, size)
                 if leased:
-                    self.tier.acquire([slot])
+                    self.tier.hold(slot)
                 return slot
         finally:
             self._forget(name)

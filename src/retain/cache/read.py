@@ -92,7 +92,7 @@ class Reader:
         tier = self._tiers[source.tier]
         name = tier.object_name(source.slot)
         # The fetch outlives this read when the deadline passes, so it holds the object by a lease of its own.
-        tier.acquire([source.slot])
+        tier.hold(source.slot)
         return self._workers.submit(lambda: self._fetch(tier, source, name, key, query))
 
     def _finish(
@@ -114,9 +114,9 @@ class Reader:
         return None
 
     def _resident(self, slot: int, key: bytes, query: Query | None) -> tuple[Block, Lease]:
+        """The block in a slot of the arena that the caller has leased."""
         memory = self._arena.tier
-        if not memory.acquire([slot]):
-            raise StoreUnavailable("the block left the arena")
+        memory.hold(slot)
         try:
             view = self._arena.view(slot)
             if view is None:
@@ -133,9 +133,13 @@ class Reader:
     def _fetch(self, tier: Tier, source: Source, name: str, key: bytes, query: Query) -> tuple[Block, Lease]:
         try:
             raw_name = _raw_name(name)
-            slot = self._arena.tier.find(raw_name)
-            if slot is not None:  # another reader was faster
-                return self._resident(slot, key, query)
+            memory = self._arena.tier
+            slot = memory.find(raw_name)
+            if slot is not None and memory.acquire(slot, key):  # another reader was faster
+                try:
+                    return self._resident(slot, key, query)
+                finally:
+                    memory.release([slot])
             return self._promote(tier, source, name, raw_name, key, query)
         finally:
             tier.release([source.slot])

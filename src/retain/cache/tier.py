@@ -169,19 +169,32 @@ class Tier:
             slot = None if number is None else self.index.find(key, number)
             return None if slot is None or slot in self._doomed else slot
 
+    def leaving(self, name: str) -> bool:
+        """Whether the object called `name` was removed but is still leased."""
+        key, form = split_name(name)
+        with self.lock:
+            number = self._form_ids.get(form)
+            return number is not None and self.index.find(key, number) in self._doomed
+
     # leases
 
-    def acquire(self, slots: Iterable[int]) -> list[int]:
-        """Lease slots; those that are gone meanwhile are left out."""
+    def acquire(self, slot: int, key: bytes) -> bool:
+        """Lease a slot if it still holds an object of `key` that lookups may see."""
         with self.lock:
-            taken = [slot for slot in slots if slot not in self._doomed]
-            self.index.acquire(np.array(taken, np.uint32))
-            return taken
+            if not self.live(slot) or self.index.record(slot).key != key:
+                return False
+            self.hold(slot)
+            return True
+
+    def hold(self, slot: int) -> None:
+        """One more lease on a slot that the caller has leased already, in sight or not."""
+        with self.lock:
+            self.index.acquire([slot])
 
     def release(self, slots: Iterable[int]) -> None:
         with self.room:
             for slot in slots:
-                self.index.release(np.array([slot], np.uint32))
+                self.index.release([slot])
                 if slot in self._doomed and self.index.record(slot).refs == 0:
                     self._doomed.discard(slot)
                     self._delete(slot)
@@ -197,7 +210,7 @@ class Tier:
     def make_room(self, size: int) -> bool:
         """Evict until `size` more bytes fit, and hold them; False (holding nothing) where that cannot be."""
         with self.room:
-            while self.bytes + size > self.capacity:
+            while self.used + size > self.capacity:
                 if not self.evict_one():
                     return False
             self._reserved += size
@@ -277,7 +290,7 @@ class Tier:
         yield from found
 
     @property
-    def bytes(self) -> int:
+    def used(self) -> int:
         """Bytes taken: objects, and room held for objects on their way."""
         return self.index.bytes + self._reserved
 
