@@ -1,0 +1,17 @@
+"""The transformers engine: `attach` a model to a cache, and no text is prefilled twice."""
+
+from retain.errors import MissingDependency
+
+try:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise MissingDependency(
+        f"the transformers engine needs the package {error.name!r}: pip install 'retain[transformers]'"
+    ) from error
+
+from .adapter import Engine, Forward, Generation, attach
+from .report import Report
+from .sampling import Sampling, Step
+
+__all__ = ["attach", "Engine", "Forward", "Generation", "Report", "Sampling", "Step"]

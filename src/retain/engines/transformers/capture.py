@@ -1,0 +1,186 @@
+"""Capture: what the model computed goes to the cache, copied and committed by one thread behind the
+requests."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache as EngineCache
+
+from retain.block import make_header
+from retain.cache import Cache
+from retain.identity import TAIL_TOKENS, Chain, Tokens, as_tokens
+
+from .geometry import Geometry, Views
+from .layers import layers_of
+from .report import Report
+
+PRODUCER = "retain-transformers/0.1"
+
+
+@dataclass(frozen=True)
+class _Job:
+    chain: Chain
+    run: Callable[[], None]
+
+
+class Writer:
+    """Runs jobs one after the other in a thread of its own. What a job raises is counted by the cache, never
+    raised."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._state = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._running: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, chain: Chain, run: Callable[[], None]) -> None:
+        """Run a job soon; at once, in the caller's thread, once the writer is closed."""
+        with self._state:
+            if not self._closed:
+                self._jobs.append(_Job(chain, run))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name="retain-capture", daemon=True)
+                    self._thread.start()
+                self._state.notify_all()
+                return
+        self._guard(run)
+
+    def settle(self, timeout: float, chain: Chain | None = None) -> bool:
+        """Wait until no job is left, or none of a prompt that begins like `chain`; False when that takes
+        longer."""
+        with self._state:
+            return self._state.wait_for(
+                lambda: not any(self._concerns(job, chain) for job in self._pending()), timeout
+            )
+
+    def close(self, timeout: float) -> None:
+        """Finish what was submitted, then end the thread. Idempotent."""
+        self.settle(timeout)
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _pending(self) -> list[_Job]:
+        return [*self._jobs, *([self._running] if self._running else [])]
+
+    @staticmethod
+    def _concerns(job: _Job, chain: Chain | None) -> bool:
+        if chain is None:
+            return True
+        same = min(TAIL_TOKENS, chain.tokens.size, job.chain.tokens.size)
+        return job.chain.space == chain.space and np.array_equal(job.chain.tokens[:same], chain.tokens[:same])
+
+    def _work(self) -> None:
+        while True:
+            with self._state:
+                self._running = None
+                self._state.notify_all()
+                self._state.wait_for(lambda: bool(self._jobs) or self._closed)
+                if not self._jobs:
+                    return
+                self._running = self._jobs.popleft()
+                run = self._running.run
+            self._guard(run)
+            del run
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001 - nobody is there to catch it
+            self._cache.failure("computed KV could not be stored", f"{type(error).__name__}: {error}")
+
+
+class Recorder:
+    """Stores one request's blocks as they are completed, and at most one tail when it ends.
+
+    `tokens` grows with the answer; KV of its first `computed` tokens is in the engine's cache. Blocks before
+    `kept` tokens came from the cache and are not stored again. At most `limit` tokens are stored.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        cache: Cache,
+        geometry: Geometry,
+        chain: Chain,
+        report: Report,
+        *,
+        kept: int,
+        limit: int | None,
+        tails: bool,
+    ) -> None:
+        self._writer = writer
+        self._cache = cache
+        self._geometry = geometry
+        self._chain = chain
+        self._report = report
+        self._kept = kept
+        self._limit = limit
+        self._tails = tails
+        self._next = kept // chain.block_tokens
+        self._parent = chain.parent(self._next)
+
+    def begin(self, source: EngineCache) -> None:
+        """Tell the layers from which position on their rows are still to be stored."""
+        for layer in layers_of(source):
+            layer.hold = self._next * self._chain.block_tokens
+
+    def advance(self, source: EngineCache, tokens: Sequence[int] | Tokens, computed: int) -> None:
+        """Hand over the blocks that are complete now."""
+        size = self._chain.block_tokens
+        done = self._storable(computed)
+        while (self._next + 1) * size <= done:
+            self._hand_over(source, tokens, self._next * size, size)
+            self._next += 1
+            self.begin(source)
+
+    def finish(self, source: EngineCache, tokens: Sequence[int] | Tokens, computed: int) -> None:
+        """Hand over the last complete blocks and the tail."""
+        self.advance(source, tokens, computed)
+        first = self._next * self._chain.block_tokens
+        length = (self._storable(computed) - first) // TAIL_TOKENS * TAIL_TOKENS
+        if self._tails and length > 0 and first + length > self._kept:
+            self._hand_over(source, tokens, first, length)
+
+    def _storable(self, computed: int) -> int:
+        return computed if self._limit is None else min(computed, self._limit)
+
+    def _hand_over(self, source: EngineCache, tokens: Sequence[int] | Tokens, first: int, count: int) -> None:
+        ids = as_tokens(tokens[first : first + count])
+        views = self._geometry.views(source, first, first + count)
+        self._writer.submit(self._chain, lambda: self._store(ids, first, views))
+
+    def _store(self, ids: Tokens, first: int, views: Views) -> None:
+        """In the writer's thread, block after block: the parent of the next is the key of this one."""
+        header = make_header(
+            self._geometry.spec,
+            space=self._chain.space,
+            parent=self._parent,
+            tokens=ids,
+            first=first,
+            producer=PRODUCER,
+        )
+        if header.count == self._chain.block_tokens:
+            self._parent = header.key
+        place = self._cache.reserve(header)
+        if place is None:
+            return
+        try:
+            place.tokens[:] = ids
+            with torch.no_grad():
+                self._geometry.copy_out(views, place.arrays)
+        except BaseException:
+            place.abandon()
+            raise
+        if place.commit().kept:
+            self._report.written += header.count
