@@ -72,8 +72,8 @@ class MemoryStore:
         """
         with self._lock:
             self._check_open()
-            _native.populate(self._memory[: self.capacity])
             self._arena.populated(self.capacity)
+            _native.populate(self._memory[: self.capacity])
 
     def reserve(self, name: str, size: int) -> memoryview:
         """A writable place of `size` bytes: `commit` makes it the object `name`, `abandon` gives it back.
