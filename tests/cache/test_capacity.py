@@ -242,9 +242,7 @@ def test_a31_a_cache_with_policy_lru_evicts_like_the_reference(capacity):
                 hits += hit.tokens // 16
             for index in range(len(chain.keys)):
                 if cache.tiers[0].index.same_key(chain.keys[index]):
-                    cache.tiers[0].touch(
-                        np.array(cache.tiers[0].index.same_key(chain.keys[index]), np.uint32)
-                    )
+                    cache.tiers[0].touch([chain.keys[index]])
                 else:
                     assert cache.store(block_at(spec, chain, index)).reason == "stored"
         expected_hits, evictions = replay_reference([chain.keys for chain in chains], capacity)

@@ -19,7 +19,7 @@ from retain.header import BlockHeader
 from retain.identity import Chain
 
 from .demote import Demoter
-from .find import Finder
+from .find import Finder, Search, continuation
 from .flight import Flight, Flights
 from .ledger import Ledger
 from .place import Arena
@@ -75,7 +75,7 @@ class Cache:
         parts: tuple[Part, ...] = ()
         if not self._closed:
             try:
-                parts = self._finder.find(query)
+                parts = self._find(query)
                 found = sum(part.tokens for part in parts)
                 if plan and parts:
                     parts = self._plan(query, parts)
@@ -103,7 +103,7 @@ class Cache:
         lease = hit.lease
         try:
             if not lease.held and parts:  # it lapsed: look again
-                again = () if self._closed else self._finder.acquire(self._finder.find(hit.query))
+                again = () if self._closed else self._finder.acquire(self._find(hit.query))
                 parts = again
                 lease = self._lease(lambda: self._finder.release(again), LEASE_SECONDS)
             try:
@@ -147,7 +147,7 @@ class Cache:
     def missing(self, query: Query) -> list[int]:
         """The indices of the chain's full blocks of which no tier holds an object for this reader."""
         try:
-            return [] if self._closed else self._finder.missing(query)
+            return [] if self._closed else self._finder.missing(Search.of(query))
         except Exception as error:
             self._ledger.failure("a lookup failed", error)
             return []
@@ -303,6 +303,11 @@ class Cache:
     def _refused(self, reason: str) -> StoreResult:
         self._ledger.count("refused_blocks")
         return StoreResult(False, reason)
+
+    def _find(self, query: Query) -> tuple[Part, ...]:
+        found = self._finder.find(Search.of(query))
+        last = continuation(query, found)
+        return found.parts if last is None else (*found.parts, last)
 
     def _plan(self, query: Query, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         blocks = [

@@ -12,6 +12,7 @@ import numpy as np
 from retain.errors import InvalidObject, StoreError
 from retain.header import BlockHeader, Frame, parse_frame
 from retain.identity import TAIL_TOKENS, Chain, Tokens
+from retain.model import ModelSpec, Slice
 from retain.stores.base import StoredObject
 
 from .ledger import Ledger
@@ -42,6 +43,64 @@ class Head:
     media: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Search:
+    """A query as far as the index needs it: digests, no tokens. `root` is the parent of the first key."""
+
+    keys: tuple[bytes, ...]
+    root: bytes
+    block_tokens: int
+    spec: ModelSpec
+    wanted: Slice
+    fidelity: str
+    limit: int
+
+    @classmethod
+    def of(cls, query: Query) -> Search:
+        chain = query.chain
+        return cls(
+            chain.keys, chain.root, chain.block_tokens, query.spec, query.wanted, query.fidelity, query.tokens
+        )
+
+    def parent(self, index: int) -> bytes:
+        """The key before block `index`."""
+        return self.keys[index - 1] if index else self.root
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kept block that may agree with a prompt in its first tokens; `media` are where media begin in it."""
+
+    key: bytes
+    tokens: Tokens
+    media: tuple[int, ...]
+    source: Source
+
+
+@dataclass(frozen=True)
+class Found:
+    """The full blocks that serve a search, in order, and the candidates behind the last of them."""
+
+    parts: tuple[Part, ...]
+    candidates: tuple[Candidate, ...]
+
+
+def continuation(query: Query, found: Found) -> Part | None:
+    """The candidate that shares most first tokens with the query's prompt, as a part; None below a tail."""
+    chain = query.chain
+    first = len(found.parts) * chain.block_tokens
+    prompt = chain.tokens[first : query.tokens]
+    starts = [media.position - first for media in chain.media if media.position + media.length > first]
+    best: Part | None = None
+    for candidate in found.candidates:
+        common = common_length(prompt, candidate.tokens)
+        # Equal placeholder tokens say nothing about media: stop before the first one on either side.
+        common = min([common, *(max(start, 0) for start in (*starts, *candidate.media))])
+        if common >= TAIL_TOKENS and (best is None or common > best.tokens):
+            best = Part(candidate.key, first, common, (candidate.source,))
+    return best
+
+
 class Finder:
     """Answers from the tiers' indices; reads an object's head only to compare token ids."""
 
@@ -58,43 +117,41 @@ class Finder:
 
     # what serves a query
 
-    def find(self, query: Query) -> tuple[Part, ...]:
-        """The parts of the longest usable prefix, unleased. Everything found is touched, in chain order."""
-        chain, limit = query.chain, query.tokens
-        if limit < 1:
-            return ()
-        keys = chain.keys[: -(-limit // chain.block_tokens)]
-        matches = [tier.match(keys, query.spec, query.wanted, query.fidelity) for tier in self._tiers]
+    def find(self, search: Search) -> Found:
+        """What may serve a search, unleased: the longest run of full blocks, and what continues its last."""
+        if search.limit < 1:
+            return Found((), ())
+        keys = search.keys[: -(-search.limit // search.block_tokens)]
+        matches = self._match(keys, search)
         parts: list[Part] = []
         for index, key in enumerate(keys):
-            first = index * chain.block_tokens
-            sources = self._whole(matches, index, query) or self._pieces(key, query)
+            sources = self._whole(matches, index) or self._pieces(key, search)
             if not sources:
                 break
-            parts.append(Part(key, first, min(chain.block_tokens, limit - first), sources))
-        first = len(parts) * chain.block_tokens
-        if first < limit:
-            partial = self._continuation(query, len(parts), limit - first)
-            if partial is not None:
-                parts.append(partial)
-        self._touch(matches, len(keys), parts)
-        return tuple(parts)
+            first = index * search.block_tokens
+            parts.append(Part(key, first, min(search.block_tokens, search.limit - first), sources))
+        candidates: tuple[Candidate, ...] = ()
+        if len(parts) * search.block_tokens < search.limit:
+            candidates = self._continuations(search, len(parts))
+        return Found(tuple(parts), candidates)
 
-    def missing(self, query: Query) -> list[int]:
+    def missing(self, search: Search) -> list[int]:
         """The indices of full blocks that no tier can give."""
-        keys = query.chain.keys
-        matches = [tier.match(keys, query.spec, query.wanted, query.fidelity) for tier in self._tiers]
+        matches = self._match(search.keys, search)
         return [
             index
-            for index, key in enumerate(keys)
-            if not self._whole(matches, index, query) and not self._pieces(key, query)
+            for index, key in enumerate(search.keys)
+            if not self._whole(matches, index) and not self._pieces(key, search)
         ]
 
     def present(self, header: BlockHeader) -> bool:
         """Whether a block is kept already, in memory or below, in a form that equals it."""
         return any(tier.equals(header) for tier in self._tiers)
 
-    def _whole(self, matches: Sequence[Slots], index: int, query: Query) -> tuple[Source, ...]:
+    def _match(self, keys: Sequence[bytes], search: Search) -> list[Slots]:
+        return [tier.match(keys, search.spec, search.wanted, search.fidelity) for tier in self._tiers]
+
+    def _whole(self, matches: Sequence[Slots], index: int) -> tuple[Source, ...]:
         for number, slots in enumerate(matches):
             slot = int(slots[index])
             if slot != NONE:
@@ -103,16 +160,16 @@ class Finder:
                     return (source,)
         return ()
 
-    def _pieces(self, key: bytes, query: Query) -> tuple[Source, ...]:
+    def _pieces(self, key: bytes, search: Search) -> tuple[Source, ...]:
         """Slices written with another split, where together they hold what is wanted."""
         found: dict[str, Source] = {}
         for number, tier in enumerate(self._tiers):
-            for slot, form in tier.pieces(key, query.spec, query.fidelity):
+            for slot, form in tier.pieces(key, search.spec, search.fidelity):
                 source = self._source(number, slot)
                 if source is not None:
                     found.setdefault(form.slice.text, source)
         sources = tuple(found.values())
-        return sources if sources and together([s.slice for s in sources], query.wanted) else ()
+        return sources if sources and together([s.slice for s in sources], search.wanted) else ()
 
     def _source(self, number: int, slot: int) -> Source | None:
         tier = self._tiers[number]
@@ -123,48 +180,24 @@ class Finder:
                 return None
             return Source(number, slot, tier.form(slot).slice, record.size)
 
-    def _continuation(self, query: Query, index: int, limit: int) -> Part | None:
-        """The kept block behind the last full one that shares the most first tokens with the prompt."""
-        parent = query.chain.parent(index)
-        first = index * query.chain.block_tokens
-        prompt = query.chain.tokens[first : first + limit]
-        touched = [m for m in query.chain.media if m.position + m.length > first]
-        best: tuple[int, Source, bytes] | None = None
+    def _continuations(self, search: Search, index: int) -> tuple[Candidate, ...]:
+        """Kept blocks behind the last full one that may share their first tokens with the prompt."""
+        found: dict[bytes, Candidate] = {}
         for number, tier in enumerate(self._tiers):
-            accepted = set(tier.forms(query.spec, query.wanted, query.fidelity))
-            for slot in tier.children(parent, CONTINUATIONS):
+            accepted = set(tier.forms(search.spec, search.wanted, search.fidelity))
+            for slot in tier.children(search.parent(index), CONTINUATIONS):
                 head = self._head(tier, slot)
-                if head is None or head.form not in accepted:
+                if head is None or head.form not in accepted or head.key in found:
                     continue
-                common = common_length(prompt, head.tokens)
-                # Equal placeholder tokens say nothing about media: stop before the first one on either side.
-                for position in [m.position - first for m in touched] + list(head.media):
-                    common = min(common, max(position, 0))
-                if common >= TAIL_TOKENS and (best is None or common > best[0]):
-                    source = self._source(number, slot)
-                    if source is not None:
-                        best = (common, source, head.key)
-        if best is None:
-            return None
-        return Part(best[2], first, best[0], (best[1],))
-
-    def _touch(self, matches: Sequence[Slots], count: int, parts: Sequence[Part]) -> None:
-        """A block in use is in use in every tier that holds it: else the copy below would age while memory
-        serves.
-        """
-        for number, tier in enumerate(self._tiers):
-            used: dict[int, None] = {}
-            for index, part in enumerate(parts):
-                if index < count and matches[number][index] != NONE:
-                    used[int(matches[number][index])] = None
-                used.update((source.slot, None) for source in part.sources if source.tier == number)
-            with tier.lock:
-                tier.touch(np.array([slot for slot in used if tier.live(slot)], np.uint32))
+                source = self._source(number, slot)
+                if source is not None:
+                    found[head.key] = Candidate(head.key, head.tokens, head.media, source)
+        return tuple(found.values())
 
     # leases
 
     def acquire(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Lease the parts' objects; the parts up to the first that is gone meanwhile."""
+        """Lease the parts' objects and record the use in chain order; the parts up to the first that is gone."""
         taken: list[Part] = []
         for part in parts:
             held: list[Source] = []
@@ -177,6 +210,9 @@ class Finder:
                 self._release_sources(held)
                 break
             taken.append(part)
+        # Used in one tier is used in all: else the copy below would age while memory serves.
+        for tier in self._tiers:
+            tier.touch(part.key for part in taken)
         return tuple(taken)
 
     def release(self, parts: Iterable[Part]) -> None:

@@ -200,10 +200,10 @@ class Tier:
                     self._delete(slot)
             self.room.notify_all()
 
-    def touch(self, slots: Slots) -> None:
-        """Record a use, in chain order."""
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Record a use of every object of these keys, in chain order."""
         with self.lock:
-            self.index.touch(slots)
+            self.index.touch([slot for key in keys for slot in self.index.same_key(key)])
 
     # coming and going
 
