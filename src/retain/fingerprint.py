@@ -112,7 +112,7 @@ def canonical_config(config: Mapping[str, Any]) -> Field:
         kept[_SYNONYMS.get(name, name)] = _setting(value)
     if settings.get("hidden_activation"):
         kept["hidden_act"] = _setting(settings["hidden_activation"])
-    layers = tuple((count, _layer(layer)) for count, layer in runs(layers_of(config)))
+    layers = tuple((count, _layer(layer)) for count, layer in runs(layers_of(config, latent=True)))
     return (_TWINS.get(family, family), tuple(sorted(kept.items())), layers)
 
 

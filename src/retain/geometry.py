@@ -7,7 +7,7 @@ read where newer ones are absent, and numbers are rounded to float32, the precis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -97,7 +97,18 @@ _FAMILIES: Mapping[str, Config] = MappingProxyType(
 """What transformers 5.24 takes for settings that a config of the family leaves out."""
 
 _INTERLEAVED = frozenset(
-    {"cohere", "cohere2", "cohere2_moe", "glm", "glm4", "helium", "ernie4_5", "ernie4_5_moe", "llama4_text"}
+    {
+        "cohere",
+        "cohere2",
+        "deepseek_v2",
+        "cohere2_moe",
+        "glm",
+        "glm4",
+        "helium",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "llama4_text",
+    }
 )
 """Families whose keys transformers rotates in neighbouring pairs (0, 1), (2, 3) instead of half-split
 ones."""
@@ -105,6 +116,9 @@ ones."""
 _FULL_BELOW = frozenset({"qwen2", "qwen2_moe", "qwen3"})
 """Families in which the layers below `max_window_layers` are full; others state the number and ignore it."""
 
+_BY_LENGTH = MappingProxyType(
+    {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+)
 _RULES = frozenset({"none", "linear", "dynamic", "yarn", "llama3", "longrope"})
 _RULE_NAMES = MappingProxyType({"default": "none", "su": "longrope"})
 _KINDS = MappingProxyType({"full_attention": "full", "sliding_attention": "sliding"})
@@ -114,17 +128,34 @@ _NOT_PARAMETERS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_
 def layers_of(config: Config, *, latent: bool = False) -> tuple[LayerSpec, ...]:
     """The layers of the model with this config: `config.json` as read, or a config object's `to_dict()`.
 
-    Models with multi-head latent attention (DeepSeek) come in two forms. By default the layers are what
-    transformers' DynamicCache holds: full K and V of every head, of K the last `qk_rope_head_dim` numbers
-    rotated. `latent=True` gives the latent form that other engines keep: one head of `kv_lora_rank +
-    qk_rope_head_dim` numbers and no V. In both, a parameter of the RoPE named after what comes before it says
-    where in a head the rotated part starts.
+    A layer with multi-head latent attention (DeepSeek) has one head: the latent of `kv_lora_rank` numbers
+    and, behind it, `qk_rope_head_dim` rotated ones. By default the spec is what transformers' DynamicCache
+    holds, the latent as K and the rotated part as V; with `latent=True` it is what other engines hold, both
+    in K and no V. The RoPE's parameter `kv_lora_rank` says how many numbers come before the rotated ones.
 
     Raises UnsupportedModel naming the layer or the setting.
     """
     settings = text_config(config)
     kinds = layer_kinds(settings)
     return tuple(_layer(settings, index, kind, latent) for index, kind in enumerate(kinds))
+
+
+def fixed_length(layers: Sequence[LayerSpec]) -> int | None:
+    """The longest sequence, in tokens, up to which the KV of a prefix depends on the prefix alone; None: any
+    length.
+
+    The rules dynamic and longrope turn all keys of a sequence differently once it grows past its original
+    length: KV computed below that length is none of a sequence above it, nor the other way round.
+    """
+    limits = []
+    for layer in layers:
+        if layer.rope is not None and layer.rope.scaling in _BY_LENGTH:
+            limit = dict(layer.rope.parameters).get(_BY_LENGTH[layer.rope.scaling])
+            # transformers goes back to the unscaled angles only below the original length of the rule
+            # dynamic.
+            shorter = 1 if layer.rope.scaling == "dynamic" else 0
+            limits.append(int(limit) - shorter if isinstance(limit, float) else 0)
+    return min(limits, default=None)
 
 
 def text_config(config: Config) -> dict[str, Any]:
@@ -182,16 +213,13 @@ def _layer(settings: Config, index: int, kind: str, latent: bool) -> LayerSpec:
                 f"{setting} = {settings[setting]!r} is not supported: layers would share or lack their KV"
             )
     window = _integer(settings, "sliding_window") if kind == "sliding" else None
-    heads = _integer(settings, "num_attention_heads")
     if settings.get("kv_lora_rank") is not None:
+        if kind == "sliding":
+            raise UnsupportedModel(f"layer {index} is both latent and sliding, which is not supported")
         rank, turned = _integer(settings, "kv_lora_rank"), _integer(settings, "qk_rope_head_dim")
-        if latent:
-            return LayerSpec(
-                "latent", 1, rank + turned, 0, None, _rope(settings, index, kind, turned, "kv_lora_rank")
-            )
-        plain = _integer(settings, "qk_nope_head_dim")
-        rope = _rope(settings, index, kind, turned, "qk_nope_head_dim")
-        return LayerSpec(kind, heads, plain + turned, _integer(settings, "v_head_dim"), window, rope)
+        rope = _rope(settings, index, kind, turned, before="kv_lora_rank")
+        return LayerSpec("latent", 1, *((rank + turned, 0) if latent else (rank, turned)), rope=rope)
+    heads = _integer(settings, "num_attention_heads")
     size = head_dim(settings)
     kv_heads = (
         heads if settings.get("num_key_value_heads") is None else _integer(settings, "num_key_value_heads")

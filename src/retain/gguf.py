@@ -141,16 +141,21 @@ class GgufFile:
                     f"{self.path.name} has a tensor {name!r} that Retain cannot place in a "
                     f"{self.architecture} model; use the model's safetensors directory"
                 )
-            rows = None
-            part = name.split(".")[2] if name.startswith("blk.") else ""
-            if family.interleaved and part in heads:
-                rows = _half_split_rows(stored.shape[0], heads[part])
-            shift = family.norm_offset if name.endswith("norm.weight") else 0.0
             data = self._data[stored.start : stored.start + stored.size]
             if data.size != stored.size:
                 raise UnsupportedModel(
                     f"{self.path.name} is cut off: tensor {name} ends behind the end of the file"
                 )
+            rows = None
+            part = name.split(".")[2] if name.startswith("blk.") else ""
+            if family.interleaved and part in heads:
+                count = heads[part]
+                if count < 1 or stored.shape[0] % (2 * count):
+                    raise UnsupportedModel(
+                        f"{self.path.name} has {stored.shape[0]} rows in {name}, not those of {count} heads"
+                    )
+                rows = _half_split_rows(stored.shape[0], count)
+            shift = family.norm_offset if name.endswith("norm.weight") else 0.0
             if rows is not None and len(stored.shape) == 1:
                 raise UnsupportedModel(
                     f"{self.path.name} has {name!r}: biases of Q and K cannot be read from a GGUF file"
@@ -169,8 +174,8 @@ class GgufFile:
 
 
 def _heads(file: GgufFile) -> dict[str, int]:
-    queries = int(file.setting("attention.head_count"))
-    return {"attn_q": queries, "attn_k": int(file.setting("attention.head_count_kv", queries))}
+    queries = _count(file, "attention.head_count")
+    return {"attn_q": queries, "attn_k": _count(file, "attention.head_count_kv", queries)}
 
 
 def _half_split_rows(rows: int, heads: int) -> npt.NDArray[np.int64]:
@@ -190,14 +195,11 @@ def _hugging_face_name(name: str, names: Mapping[str, str]) -> str | None:
 
 def _base_config(file: GgufFile, model_type: str) -> dict[str, Any]:
     names = set(file._stored)
-    heads = int(_needed(file, "attention.head_count"))
-    hidden = int(_needed(file, "embedding_length"))
-    counts = file.setting("attention.head_count_kv", heads)
-    if not isinstance(counts, int):
-        raise UnsupportedModel(
-            f"{file.path.name} has another number of KV heads in each layer, which is not supported"
-        )
-    size = file.setting("attention.key_length", hidden // heads)
+    heads = _count(file, "attention.head_count")
+    hidden = _count(file, "embedding_length")
+    if "token_embd.weight" not in names:
+        raise UnsupportedModel(f"{file.path.name} has no tensor token_embd.weight: it holds no whole model")
+    size = _count(file, "attention.key_length", hidden // heads)
     if file.setting("attention.value_length", size) != size:
         raise UnsupportedModel(
             f"{file.path.name} has heads of other sizes for K than for V, which is not supported"
@@ -205,13 +207,13 @@ def _base_config(file: GgufFile, model_type: str) -> dict[str, Any]:
     config = {
         "model_type": model_type,
         "hidden_size": hidden,
-        "intermediate_size": int(_needed(file, "feed_forward_length")),
-        "num_hidden_layers": int(_needed(file, "block_count")),
+        "intermediate_size": _count(file, "feed_forward_length"),
+        "num_hidden_layers": _count(file, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": counts,
-        "head_dim": int(size),
-        "max_position_embeddings": int(_needed(file, "context_length")),
-        "rms_norm_eps": number(_needed(file, "attention.layer_norm_rms_epsilon")),
+        "num_key_value_heads": _count(file, "attention.head_count_kv", heads),
+        "head_dim": size,
+        "max_position_embeddings": _count(file, "context_length"),
+        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
         "vocab_size": file._stored["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in names,
     }
@@ -224,7 +226,7 @@ def _base_config(file: GgufFile, model_type: str) -> dict[str, Any]:
 
 def _llama_config(file: GgufFile) -> dict[str, Any]:
     config = _base_config(file, "llama")
-    turned = int(file.setting("rope.dimension_count", config["head_dim"]))
+    turned = _count(file, "rope.dimension_count", config["head_dim"])
     rope = _rope(file)
     if turned != config["head_dim"]:
         rope["partial_rotary_factor"] = turned / config["head_dim"]
@@ -244,42 +246,52 @@ def _gemma3_config(file: GgufFile) -> dict[str, Any]:
     pattern = file.setting("attention.sliding_window_pattern", 6)
     if isinstance(pattern, int):
         pattern = [bool((index + 1) % pattern) for index in range(layers)]
-    local = {"rope_type": "default", "rope_theta": number(file.setting("rope.freq_base_swa", 1e4))}
+    local = {"rope_type": "default", "rope_theta": _number(file, "rope.freq_base_swa", 1e4)}
     # llama.cpp scales by the size of a head, and in the 27B model, known by its 62 layers, by hidden size
     # over heads.
     scale = config["hidden_size"] // heads if layers == 62 else config["head_dim"]
-    softcap = file.setting("final_logit_softcapping")
     return {
         **config,
         "architectures": ["Gemma3ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scale,
-        "sliding_window": int(_needed(file, "attention.sliding_window")),
+        "sliding_window": _count(file, "attention.sliding_window"),
         "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in pattern],
-        "final_logit_softcapping": None if softcap is None else number(softcap),
+        "final_logit_softcapping": _number(file, "final_logit_softcapping", 0.0) or None,
         "rope_parameters": {"sliding_attention": local, "full_attention": _rope(file)},
     }
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:
     rule = file.setting("rope.scaling.type", "none")
-    theta = number(file.setting("rope.freq_base", 1e4))
+    theta = _number(file, "rope.freq_base", 1e4)
     if rule == "none":
         return {"rope_type": "default", "rope_theta": theta}
     if rule == "linear":
-        factor = file.setting("rope.scaling.factor", file.setting("rope.scale_linear"))
-        return {"rope_type": "linear", "rope_theta": theta, "factor": number(factor)}
+        factor = _number(file, "rope.scaling.factor", file.setting("rope.scale_linear"))
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     raise UnsupportedModel(
         f"{file.path.name} scales RoPE by the rule {rule!r} (rope.scaling.type), which Retain cannot read "
         "from a GGUF file; use the model's safetensors directory"
     )
 
 
-def _needed(file: GgufFile, name: str) -> Any:
-    value = file.setting(name)
-    if value is None:
-        raise UnsupportedModel(f"{file.path.name} does not state {file.architecture}.{name}")
+def _count(file: GgufFile, name: str, default: int | None = None) -> int:
+    value = file.setting(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModel(
+            f"{file.path.name} must state {file.architecture}.{name} as one number above zero, not {value!r}"
+        )
     return value
+
+
+def _number(file: GgufFile, name: str, default: float | None = None) -> float:
+    value = file.setting(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UnsupportedModel(
+            f"{file.path.name} must state {file.architecture}.{name} as a number, not {value!r}"
+        )
+    return number(value)
 
 
 _OUTSIDE = MappingProxyType(

@@ -1,0 +1,1 @@
+"""Geometry, fingerprints, finding and loading of models."""
