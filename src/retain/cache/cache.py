@@ -47,19 +47,23 @@ WAIT_FOR_ROOM = 2.0
 
 
 class Cache:
-    """Keeps blocks and finds them again. Thread-safe; use as a context manager or call `close`."""
+    """Keeps blocks and finds them again. Thread-safe; use as a context manager or call `close`.
+
+    The calls of the waist come first. The daemon, which serves them to other processes, works on the parts:
+    `finder`, `reader`, `arena`, `demoter`, `flights`, `ledger`.
+    """
 
     def __init__(self, tiers: Sequence[Tier], ledger: Ledger) -> None:
         self.tiers = tuple(tiers)
         self.planner = Planner()
-        self._ledger = ledger
+        self.ledger = ledger
         self._leases: set[Lease] = set()
         self._lease_lock = threading.Lock()
-        self._flights = Flights()
-        self._arena = Arena(self.tiers[0], ledger, self._expire_leases)
-        self._finder = Finder(self.tiers, ledger)
-        self._reader = Reader(self.tiers, self._arena, ledger, self.planner)
-        self._demoter = Demoter(self._arena, self.tiers[1:], ledger)
+        self.flights = Flights()
+        self.arena = Arena(self.tiers[0], ledger, self._expire_leases)
+        self.finder = Finder(self.tiers, ledger)
+        self.reader = Reader(self.tiers, self.arena, ledger, self.planner)
+        self.demoter = Demoter(self.arena, self.tiers[1:], ledger)
         self._closed = False
 
     def lookup(self, query: Query, *, plan: bool = True) -> Hit:
@@ -69,8 +73,8 @@ class Cache:
         the first token that differs. With `plan`, the hit is cut where loading more is predicted to take
         longer than computing it.
         """
-        self._ledger.count("lookups")
-        self._ledger.count("requested_tokens", query.tokens)
+        self.ledger.count("lookups")
+        self.ledger.count("requested_tokens", query.tokens)
         found = 0
         parts: tuple[Part, ...] = ()
         if not self._closed:
@@ -79,16 +83,16 @@ class Cache:
                 found = sum(part.tokens for part in parts)
                 if plan and parts:
                     parts = self._plan(query, parts)
-                parts = self._finder.acquire(parts)
+                parts = self.finder.acquire(parts)
             except Exception as error:
                 parts = ()
-                self._ledger.failure("a lookup failed", error)
+                self.ledger.failure("a lookup failed", error)
         by_tier = self._by_tier(parts)
-        lease = self._lease(lambda: self._finder.release(parts), LEASE_SECONDS)
+        lease = self._lease(lambda: self.finder.release(parts), LEASE_SECONDS)
         hit = Hit(query, parts, found, by_tier, lease)
-        self._ledger.count("hit_tokens", hit.tokens)
-        self._ledger.count("planned_away_tokens", found - hit.tokens)
-        self._ledger.count("lookup_hits" if hit.tokens else "lookup_misses")
+        self.ledger.count("hit_tokens", hit.tokens)
+        self.ledger.count("planned_away_tokens", found - hit.tokens)
+        self.ledger.count("lookup_hits" if hit.tokens else "lookup_misses")
         return hit
 
     def load(self, hit: Hit, *, timeout: float = 30.0) -> Loaded:
@@ -98,25 +102,25 @@ class Cache:
         Takes over the hit's lease. Blocks of lower tiers are read into the arena and stay there.
         """
         start = time.perf_counter()
-        self._ledger.count("loads")
+        self.ledger.count("loads")
         parts = hit.parts
         lease = hit.lease
         try:
             if not lease.held and parts:  # it lapsed: look again
-                again = () if self._closed else self._finder.acquire(self._find(hit.query))
+                again = () if self._closed else self.finder.acquire(self._find(hit.query))
                 parts = again
-                lease = self._lease(lambda: self._finder.release(again), LEASE_SECONDS)
+                lease = self._lease(lambda: self.finder.release(again), LEASE_SECONDS)
             try:
-                blocks, leases = self._reader.read(hit.query, parts, start + timeout)
+                blocks, leases = self.reader.read(hit.query, parts, start + timeout)
             finally:
                 lease.release()
         except Exception as error:
-            self._ledger.failure("a load failed", error)
+            self.ledger.failure("a load failed", error)
             blocks, leases = [], []
         lengths = tuple(part.tokens for part in parts[: len(blocks)])
         by_tier = self._by_tier(parts[: len(blocks)])
-        self._ledger.count("loaded_blocks", len(blocks))
-        self._ledger.count("loaded_tokens", sum(lengths))
+        self.ledger.count("loaded_blocks", len(blocks))
+        self.ledger.count("loaded_tokens", sum(lengths))
         return Loaded(tuple(blocks), lengths, by_tier, time.perf_counter() - start, tuple(leases))
 
     def reserve(self, header: BlockHeader) -> Reservation | None:
@@ -147,9 +151,9 @@ class Cache:
     def missing(self, query: Query) -> list[int]:
         """The indices of the chain's full blocks of which no tier holds an object for this reader."""
         try:
-            return [] if self._closed else self._finder.missing(Search.of(query))
+            return [] if self._closed else self.finder.missing(Search.of(query))
         except Exception as error:
-            self._ledger.failure("a lookup failed", error)
+            self.ledger.failure("a lookup failed", error)
             return []
 
     def nearest(self, chain: Chain) -> Nearest | None:
@@ -157,16 +161,16 @@ class Cache:
         kept for.
         """
         try:
-            return None if self._closed else self._finder.nearest(chain)
+            return None if self._closed else self.finder.nearest(chain)
         except Exception as error:
-            self._ledger.failure("a search for the nearest prompt failed", error)
+            self.ledger.failure("a search for the nearest prompt failed", error)
             return None
 
     def drop(self, keys: Iterable[bytes]) -> Removed:
         """Remove every object of these keys from every tier."""
         removed = Removed()
         wanted = set(keys)
-        self._demoter.cancel(lambda key, _: key in wanted)
+        self.demoter.cancel(lambda key, _: key in wanted)
         for tier in self.tiers:
             with tier.lock:
                 for key in wanted:
@@ -185,10 +189,10 @@ class Cache:
             raise ValueError(
                 f"this cache has no tier {tier!r}; it has {', '.join(each.name for each in self.tiers)}"
             )
-        self._demoter.cancel(lambda _, job: job.tier in chosen and space in (None, job.header.space))
+        self.demoter.cancel(lambda _, job: job.tier in chosen and space in (None, job.header.space))
         removed = Removed()
         for each in chosen:
-            self._finder.wait_adopted(each)
+            self.finder.wait_adopted(each)
             removed += each.clear(space)
         return self._removed(removed)
 
@@ -204,30 +208,30 @@ class Cache:
 
     def flight(self, key: bytes, timeout: float) -> Flight:
         """Lead the computation of block `key`, or wait for the one who does, at most `timeout` seconds."""
-        flight = self._flights.join(key, timeout)
+        flight = self.flights.join(key, timeout)
         if not flight.leader:
-            self._ledger.count("flights_joined")
+            self.ledger.count("flights_joined")
         return flight
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was stored so far is written to the tiers below; False where it took too long."""
-        return self._demoter.flush(timeout)
+        return self.demoter.flush(timeout)
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter, for engines."""
-        self._ledger.count(name, n)
+        self.ledger.count(name, n)
 
     def failure(self, reason: str, detail: object) -> None:
         """Count and log a failure, for engines."""
-        self._ledger.failure(reason, detail)
+        self.ledger.failure(reason, detail)
 
     def stats(self) -> Stats:
         """Counters, failures by reason, and the tiers' state."""
         return Stats(
-            counters=self._ledger.counters(),
-            failures=self._ledger.failures(),
+            counters=self.ledger.counters(),
+            failures=self.ledger.failures(),
             tiers={tier.name: tier.stats() for tier in self.tiers},
-            pending_writes=self._demoter.pending,
+            pending_writes=self.demoter.pending,
         )
 
     def close(self) -> None:
@@ -236,16 +240,16 @@ class Cache:
         """
         if self._closed:
             return
-        self._demoter.flush(60.0)
+        self.demoter.flush(60.0)
         self._closed = True
-        self._finder.close()
-        self._demoter.close()
-        self._reader.close()
+        self.finder.close()
+        self.demoter.close()
+        self.reader.close()
         for tier in self.tiers:
             try:
                 tier.store.close()
             except Exception as error:
-                self._ledger.failure(f"the {tier.name} tier did not close cleanly", error)
+                self.ledger.failure(f"the {tier.name} tier did not close cleanly", error)
 
     def __enter__(self) -> Self:
         return self
@@ -261,51 +265,60 @@ class Cache:
         if self._closed:
             return self._refused("closed")
         try:
-            if self._finder.present(header):
-                self._ledger.count("present_blocks")
+            if self.finder.present(header):
+                self.ledger.count("present_blocks")
                 return StoreResult(True, "present")
             layout = raw_layout(header)
-            buffer = self._arena.reserve(
-                header.name, layout.size, WAIT_FOR_ROOM if self._demoter.pending else 0.0
+            buffer = self.arena.reserve(
+                header.name, layout.size, WAIT_FOR_ROOM if self.demoter.pending else 0.0
             )
             if buffer is None:
                 return self._refused("no room")
         except KeyError:
             return self._refused("busy")
         except (StoreError, ValueError, OSError) as error:
-            self._ledger.failure("a block could not be placed in the arena", error)
+            self.ledger.failure("a block could not be placed in the arena", error)
             return self._refused("failed")
         tokens, arrays = layout.views(buffer)
         state = {"open": True}
 
         def abandon() -> None:
             if state.pop("open", False):
-                self._arena.abandon(header.name)
+                self.arena.abandon(header.name)
 
         def commit() -> StoreResult:
             if not state.pop("open", False):
                 return self._refused("failed")
             try:
                 layout.write_header(buffer)
-                slot = self._arena.commit(header, header.name, layout.size, leased=bool(self.tiers[1:]))
             except Exception as error:
-                self._arena.abandon(header.name)
-                self._ledger.failure("a block could not be committed", error)
+                self.arena.abandon(header.name)
+                self.ledger.failure("a block could not be committed", error)
                 return self._refused("failed")
-            self._ledger.count("stored_blocks")
-            self._ledger.count("stored_bytes", layout.size)
-            if self.tiers[1:]:
-                self._demoter.submit(header, slot)
-            return StoreResult(True, "stored")
+            return self.admit(header, layout.size)
 
         return Reservation(header, tokens, arrays, commit, abandon)
 
+    def admit(self, header: BlockHeader, size: int) -> StoreResult:
+        """Make the raw block in a filled place of the arena visible and start writing it to the tiers below."""
+        try:
+            slot = self.arena.commit(header, header.name, size, leased=bool(self.tiers[1:]))
+        except Exception as error:
+            self.arena.abandon(header.name)
+            self.ledger.failure("a block could not be committed", error)
+            return self._refused("failed")
+        self.ledger.count("stored_blocks")
+        self.ledger.count("stored_bytes", size)
+        if self.tiers[1:]:
+            self.demoter.submit(header, slot)
+        return StoreResult(True, "stored")
+
     def _refused(self, reason: str) -> StoreResult:
-        self._ledger.count("refused_blocks")
+        self.ledger.count("refused_blocks")
         return StoreResult(False, reason)
 
     def _find(self, query: Query) -> tuple[Part, ...]:
-        found = self._finder.find(Search.of(query))
+        found = self.finder.find(Search.of(query))
         last = continuation(query, found)
         return found.parts if last is None else (*found.parts, last)
 
@@ -340,8 +353,8 @@ class Cache:
         return len(found)
 
     def _removed(self, removed: Removed) -> Removed:
-        self._ledger.count("dropped_objects", removed.objects)
-        self._ledger.count("dropped_bytes", removed.bytes)
+        self.ledger.count("dropped_objects", removed.objects)
+        self.ledger.count("dropped_bytes", removed.bytes)
         return removed
 
     def _lease(self, release: Callable[[], None], seconds: float) -> Lease:

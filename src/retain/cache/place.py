@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-from retain.errors import StoreFull
+from retain.errors import StoreError, StoreFull
 from retain.header import BlockHeader
 from retain.stores.memory import MemoryStore
 
@@ -59,8 +60,9 @@ class Arena:
             self._forget(name)
 
     def abandon(self, name: str) -> None:
-        """Give a place back unfilled."""
-        self._store.abandon(name)
+        """Give a place back unfilled. Never raises: it may run when the cache is closed already."""
+        with suppress(KeyError, StoreError):
+            self._store.abandon(name)
         self._forget(name)
         with self.tier.room:
             self.tier.room.notify_all()

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from retain.block import (
     Block,
@@ -22,7 +22,7 @@ from retain.block import (
 )
 from retain.errors import InvalidObject, StoreError, StoreUnavailable
 from retain.header import BlockHeader
-from retain.model import Slice
+from retain.model import ModelSpec, Slice
 
 from .ledger import Ledger
 from .place import Arena
@@ -32,6 +32,33 @@ from .tier import Tier
 from .workers import Task, Workers
 
 READERS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One object of a part, in the arena and leased; `slot` is None where it lies beside the arena, for want of
+    room.
+    """
+
+    block: Block
+    lease: Lease
+    slot: int | None
+    tier: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Want:
+    """What every object that is read must satisfy."""
+
+    spec: ModelSpec
+    fidelity: str
+
+    def check(self, header: BlockHeader, key: bytes) -> None:
+        """Raise InvalidObject unless the block is what was asked for."""
+        Expected(key, self.spec).check(header)
+        if self.fidelity == "exact" and header.fidelity != "exact":
+            raise InvalidObject(f"the block is {header.fidelity}, but exact was asked for")
 
 
 class Reader:
@@ -46,58 +73,63 @@ class Reader:
 
     def read(self, query: Query, parts: Sequence[Part], deadline: float) -> tuple[list[Block], list[Lease]]:
         """The blocks of `parts` up to the first that cannot be had by `deadline` (perf_counter seconds)."""
-        start = time.perf_counter()
-        tasks = [[self._start(source, part.key, query) for source in part.sources] for part in parts]
+        rows = self.pieces(Want(query.spec, query.fidelity), parts, deadline)
         blocks: list[Block] = []
         leases: list[Lease] = []
-        read: dict[int, list[int]] = {}
-        for part, pending in zip(parts, tasks, strict=True):
-            got: list[tuple[Block, Lease]] = []
-            for source, task in zip(part.sources, pending, strict=True):
-                piece = self._finish(source, task, deadline)
-                if piece is None:
-                    break
-                got.append(piece)
-                sums = read.setdefault(source.tier, [0, 0])
-                sums[0] += 1
-                sums[1] += source.size
-            if len(got) < len(part.sources):
-                for _, lease in got:
-                    lease.release()
-                break
+        for row in rows:
             try:
-                blocks.append(_shape([block for block, _ in got], query.wanted))
+                blocks.append(shape([piece.block for piece in row], query.wanted))
             except ValueError as error:
                 self._ledger.failure("the slices of a block do not fit together", error)
                 break
-            leases.extend(lease for _, lease in got)
-        for row in tasks[len(blocks) :]:
-            for task in row:
-                task.when_done(_give_back)
-        seconds = time.perf_counter() - start
-        for number, (count, size) in read.items():
-            self._ledger.count("loaded_bytes", size)
-            if len(read) == 1:
-                self._planner.observe_load(self._tiers[number].name, count, size, seconds)
+            leases.extend(piece.lease for piece in row)
+        release(rows[len(blocks) :])
         return blocks, leases
+
+    def pieces(self, want: Want, parts: Sequence[Part], deadline: float) -> list[tuple[Piece, ...]]:
+        """The objects of each of `parts`, up to the first part that cannot be had by `deadline`."""
+        start = time.perf_counter()
+        tasks = [[self._start(source, part.key, want) for source in part.sources] for part in parts]
+        rows: list[tuple[Piece, ...]] = []
+        for part, pending in zip(parts, tasks, strict=True):
+            row = tuple(
+                piece
+                for source, task in zip(part.sources, pending, strict=True)
+                if (piece := self._finish(source, task, deadline)) is not None
+            )
+            if len(row) < len(part.sources):
+                break
+            rows.append(row)
+        for late in tasks[len(rows) :]:
+            for task in late:
+                task.when_done(_give_back)
+        self._observe(rows, time.perf_counter() - start)
+        return rows
+
+    def _observe(self, rows: Sequence[Sequence[Piece]], seconds: float) -> None:
+        sizes: dict[int, list[int]] = {}
+        for piece in (piece for row in rows for piece in row):
+            sizes.setdefault(piece.tier, []).append(piece.size)
+        for number, each in sizes.items():
+            self._ledger.count("loaded_bytes", sum(each))
+            if len(sizes) == 1:  # else the time would be one tier's blamed on another
+                self._planner.observe_load(self._tiers[number].name, len(each), sum(each), seconds)
 
     def close(self) -> None:
         self._workers.stop()
 
-    def _start(self, source: Source, key: bytes, query: Query) -> Task[tuple[Block, Lease]]:
+    def _start(self, source: Source, key: bytes, want: Want) -> Task[Piece]:
         if source.tier == 0:
-            task = Task(lambda: self._resident(source.slot, key, query))
+            task = Task(lambda: self._resident(source, source.slot, key, want))
             task.run()
             return task
         tier = self._tiers[source.tier]
         name = tier.object_name(source.slot)
         # The fetch outlives this read when the deadline passes, so it holds the object by a lease of its own.
         tier.hold(source.slot)
-        return self._workers.submit(lambda: self._fetch(tier, source, name, key, query))
+        return self._workers.submit(lambda: self._fetch(tier, source, name, key, want))
 
-    def _finish(
-        self, source: Source, task: Task[tuple[Block, Lease]], deadline: float
-    ) -> tuple[Block, Lease] | None:
+    def _finish(self, source: Source, task: Task[Piece], deadline: float) -> Piece | None:
         tier = self._tiers[source.tier]
         try:
             return task.result(max(0.0, deadline - time.perf_counter()))
@@ -113,7 +145,7 @@ class Reader:
             )
         return None
 
-    def _resident(self, slot: int, key: bytes, query: Query | None) -> tuple[Block, Lease]:
+    def _resident(self, source: Source, slot: int, key: bytes, want: Want) -> Piece:
         """The block in a slot of the arena that the caller has leased."""
         memory = self._arena.tier
         memory.hold(slot)
@@ -122,31 +154,29 @@ class Reader:
             if view is None:
                 raise StoreUnavailable("the block left the arena")
             frame, arrays = open_object(view)
-            _accept(frame.header, key, query)
+            want.check(frame.header, key)
             tokens = arrays.pop("tokens")
             block = Block(frame.header, tokens, arrays)
         except BaseException:
             memory.release([slot])
             raise
-        return block, _lease_of(block, memory, slot)
+        return Piece(block, _lease_of(block, memory, slot), slot, source.tier, source.size)
 
-    def _fetch(self, tier: Tier, source: Source, name: str, key: bytes, query: Query) -> tuple[Block, Lease]:
+    def _fetch(self, tier: Tier, source: Source, name: str, key: bytes, want: Want) -> Piece:
         try:
             raw_name = _raw_name(name)
             memory = self._arena.tier
             slot = memory.find(raw_name)
             if slot is not None and memory.acquire(slot, key):  # another reader was faster
                 try:
-                    return self._resident(slot, key, query)
+                    return self._resident(source, slot, key, want)
                 finally:
                     memory.release([slot])
-            return self._promote(tier, source, name, raw_name, key, query)
+            return self._promote(tier, source, name, raw_name, key, want)
         finally:
             tier.release([source.slot])
 
-    def _promote(
-        self, tier: Tier, source: Source, name: str, raw_name: str, key: bytes, query: Query
-    ) -> tuple[Block, Lease]:
+    def _promote(self, tier: Tier, source: Source, name: str, raw_name: str, key: bytes, want: Want) -> Piece:
         """Read an object of a lower tier into the arena, or beside it where there is no room."""
         if tier.form(source.slot).codec == "raw":
             try:
@@ -155,14 +185,14 @@ class Reader:
                 place = None
             buffer = memoryview(bytearray(source.size)) if place is None else place
             try:
-                header = self._read_verified(tier, source, name, key, query, buffer)
+                header = self._read_verified(tier, source, name, key, want, buffer)
             except BaseException:
                 if place is not None:
                     self._arena.abandon(raw_name)
                 raise
-            return self._settle(header, raw_name, buffer, placed=place is not None)
+            return self._settle(source, header, raw_name, buffer, want, placed=place is not None)
         data = memoryview(bytearray(source.size))
-        self._read_verified(tier, source, name, key, query, data)
+        self._read_verified(tier, source, name, key, want, data)
         frame, streams = open_object(data)
         tokens = streams.pop("tokens")
         layout = raw_layout(replace(frame.header, codec="raw"))
@@ -180,10 +210,10 @@ class Reader:
             if isinstance(error, InvalidObject):
                 tier.remove(source.slot)
             raise
-        return self._settle(layout.header, raw_name, buffer, placed=place is not None)
+        return self._settle(source, layout.header, raw_name, buffer, want, placed=place is not None)
 
     def _read_verified(
-        self, tier: Tier, source: Source, name: str, key: bytes, query: Query, buffer: memoryview
+        self, tier: Tier, source: Source, name: str, key: bytes, want: Want, buffer: memoryview
     ) -> BlockHeader:
         got = tier.store.read_into(name, buffer)
         try:
@@ -192,38 +222,42 @@ class Reader:
             frame, _ = verify_object(buffer)
             if frame.header.name != name:
                 raise InvalidObject(f"under {name} lies another object, {frame.header.name}")
-            _accept(frame.header, key, query)
+            want.check(frame.header, key)
             return frame.header
         except InvalidObject:
             tier.remove(source.slot)
             raise
 
     def _settle(
-        self, header: BlockHeader, raw_name: str, buffer: memoryview, *, placed: bool
-    ) -> tuple[Block, Lease]:
+        self,
+        source: Source,
+        header: BlockHeader,
+        raw_name: str,
+        buffer: memoryview,
+        want: Want,
+        *,
+        placed: bool,
+    ) -> Piece:
         if placed:
             slot = self._arena.commit(header, raw_name, len(buffer), leased=True)
             self._ledger.count("promoted_blocks")
-            memory = self._arena.tier
             try:
-                return self._resident(slot, header.key, None)
+                return self._resident(source, slot, header.key, want)
             finally:
-                memory.release([slot])
+                self._arena.tier.release([slot])
         _, arrays = open_object(buffer.toreadonly())
         tokens = arrays.pop("tokens")
-        return Block(header, tokens, arrays), Lease(lambda: None)
+        return Piece(Block(header, tokens, arrays), Lease(lambda: None), None, source.tier, source.size)
 
 
-def _accept(header: BlockHeader, key: bytes, query: Query | None) -> None:
-    """Raise InvalidObject unless the block is what the query asked for."""
-    if query is None:
-        return
-    Expected(key, query.spec).check(header)
-    if query.fidelity == "exact" and header.fidelity != "exact":
-        raise InvalidObject(f"the block is {header.fidelity}, but exact was asked for")
+def release(rows: Sequence[Sequence[Piece]]) -> None:
+    """End the leases of pieces."""
+    for piece in (piece for row in rows for piece in row):
+        piece.lease.release()
 
 
-def _shape(pieces: Sequence[Block], wanted: Slice) -> Block:
+def shape(pieces: Sequence[Block], wanted: Slice) -> Block:
+    """The wanted slice out of the pieces of one block. Raises ValueError where something is missing."""
     if len(pieces) == 1 and pieces[0].header.slice == wanted:
         return pieces[0]
     return cut(pieces[0], wanted) if len(pieces) == 1 else assemble(pieces, wanted)
@@ -242,9 +276,8 @@ def _lease_of(block: Block, memory: Tier, slot: int) -> Lease:
     return lease
 
 
-def _give_back(task: Task[tuple[Block, Lease]]) -> None:
+def _give_back(task: Task[Piece]) -> None:
     try:
-        _, lease = task.result(0.0)
-    except BaseException:
-        return
-    lease.release()
+        task.result(0.0).lease.release()
+    except Exception:
+        return  # it failed, and so it leases nothing

@@ -51,9 +51,9 @@ class MemoryStore:
         if capacity < 0:
             raise ValueError(f"a memory store's capacity cannot be negative, got {capacity}")
         self.capacity = capacity // _PAGE * _PAGE
-        self.fd, self._map, span = _reserve(self.capacity)
+        self.fd, self._map, self.span = _reserve(self.capacity)
         self._memory = memoryview(self._map)
-        self._arena = _native.Arena(self.capacity, span)
+        self._arena = _native.Arena(self.capacity, self.span)
         self._objects: dict[str, _Object] = {}
         self._reserved: dict[str, _Object] = {}
         self._lock = threading.Lock()
@@ -113,6 +113,12 @@ class MemoryStore:
             self._check_open()
             held = self._objects.get(name)
             return None if held is None else self._bytes(held).toreadonly()
+
+    def place(self, name: str) -> tuple[int, int] | None:
+        """Where object or reservation `name` lies in the arena: (offset, size) in bytes; None if there is none."""
+        with self._lock:
+            held = self._objects.get(name) or self._reserved.get(name)
+            return None if held is None else (held.offset, held.size)
 
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
         check_name(name)
