@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +36,7 @@ _TWINS = MappingProxyType(
 )  # families that differ in nothing but the geometry of their layers
 _UNIT_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})  # families whose norms multiply by 1 + weight
 
+_MIXTRAL = MappingProxyType({"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"})  # names on disk alone
 _SYNONYMS = MappingProxyType({"hidden_activation": "hidden_act", "num_experts": "num_local_experts"})
 # fmt: off
 _GEOMETRY = frozenset({
@@ -122,7 +124,10 @@ def canonical_name(name: str) -> str | None:
     for prefix in ("model.language_model.", "language_model.model."):
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
-    name = name.removeprefix("language_model.")
+    name = name.removeprefix("language_model.").replace(".block_sparse_moe.", ".mlp.")
+    expert = re.fullmatch(r"(.*\.experts\.\d+)\.(w[123])\.weight", name)
+    if expert:
+        name = f"{expert[1]}.{_MIXTRAL[expert[2]]}.weight"
     if not name.startswith(("model.", "lm_head.")) or name.endswith("rotary_emb.inv_freq"):
         return None
     return name
@@ -139,7 +144,7 @@ def _language_weights(settings: Mapping[str, Any], weights: Mapping[str, Weight]
         layer = re.match(r"model\.layers\.(\d+)\.", canonical or "")
         if canonical is None or (layer and int(layer[1]) >= count):
             continue
-        chosen[canonical] = weight
+        chosen.update(_experts(canonical, weight))
     if settings.get("tie_word_embeddings"):
         chosen.pop("lm_head.weight", None)
     if not any(name.startswith("model.layers.") for name in chosen):
@@ -148,6 +153,33 @@ def _language_weights(settings: Mapping[str, Any], weights: Mapping[str, Weight]
             "their kin cannot be told"
         )
     return chosen
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a weight as a matrix of their own."""
+
+    whole: Weight
+    start: int
+    shape: tuple[int, ...]
+
+    def sample(self, rows: Indices, columns: Indices) -> Values:
+        return self.whole.sample(rows + self.start, columns)
+
+
+def _experts(name: str, weight: Weight) -> dict[str, Weight]:
+    """The experts of a layer apart, as files hold them: transformers fuses them into one tensor on loading."""
+    fused = re.fullmatch(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)", name)
+    if not fused or len(weight.shape) != 3:
+        return {name: weight}
+    count, rows, columns = weight.shape
+    parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
+    height = rows // len(parts)
+    return {
+        f"{fused[1]}.{expert}.{part}.weight": _Part(weight, expert * rows + index * height, (height, columns))
+        for expert in range(count)
+        for index, part in enumerate(parts)
+    }
 
 
 def _sampled(weight: Weight) -> Values:

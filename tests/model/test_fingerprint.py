@@ -275,7 +275,23 @@ def test_the_kin_is_one_for_float32_and_bfloat16_and_for_one_file_and_many(tmp_p
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "phi3", "smollm3", "mistral", "qwen2-sliding"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "phi3-longrope",
+        "smollm3",
+        "mistral",
+        "qwen2-sliding",
+        "mixtral",
+        "qwen3-moe",
+        "deepseek-v2",
+        "deepseek-v3",
+    ],
+)
 def test_the_kin_of_a_directory_is_that_of_the_model_loaded_from_it(name: str, tmp_path: Path) -> None:
     import transformers
 

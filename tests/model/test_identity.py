@@ -36,8 +36,9 @@ class Lora(nn.Module):
         self.active_adapters = ["default"]
         self.disable_adapters = False
         self.merged = False
-        for matrix in (self.lora_A["default"].weight, self.lora_B["default"].weight):
-            matrix.data = torch.randn(matrix.shape, generator=generator) * 0.1
+        for part in (self.lora_A, self.lora_B):
+            matrix: Any = part["default"].weight
+            matrix.data = torch.randn(*matrix.shape, generator=generator) * 0.1
 
     def delta(self) -> torch.Tensor:
         """What the adapter adds to the weight."""

@@ -96,6 +96,10 @@ CONFIGS: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
             **_SIZES, rope_parameters=_LONGROPE, original_max_position_embeddings=64
         ),
         "smollm3": lambda: hf.SmolLM3Config(**{**_SIZES, "num_hidden_layers": 4}),
+        "mixtral": lambda: hf.MixtralConfig(**_SIZES, num_local_experts=4),
+        "qwen3-moe": lambda: hf.Qwen3MoeConfig(
+            **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
         "glm": lambda: hf.GlmConfig(**_SIZES, head_dim=16),
         "cohere": lambda: hf.CohereConfig(**_SIZES),
         "deepseek-v2": lambda: hf.DeepseekV2Config(

@@ -143,8 +143,11 @@ def converted(source: Source, cache: Path, known: DigestCache, progress: Callabl
         _write_tokenizer(gguf, made)
         if directory.exists():
             shutil.rmtree(directory)
-        with contextlib.suppress(FileExistsError):  # another process was as quick, and made the same
+        try:
             made.rename(directory)
+        except OSError:  # another process was as quick, and made the same
+            if not directory.is_dir():
+                raise
     progress(
         f"converted {source.path.name} in {time.perf_counter() - started:.1f} s; it is kept in {directory}"
     )
