@@ -168,7 +168,7 @@ class _Part:
 
 
 def _experts(name: str, weight: Weight) -> dict[str, Weight]:
-    """The experts of a layer apart, as files hold them: transformers fuses them into one tensor on loading."""
+    """The experts of a layer apart, as files hold them: transformers fuses them on loading."""
     fused = re.fullmatch(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)", name)
     if not fused or len(weight.shape) != 3:
         return {name: weight}

@@ -7,7 +7,7 @@ read where newer ones are absent, and numbers are rounded to float32, the precis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -116,9 +116,6 @@ ones."""
 _FULL_BELOW = frozenset({"qwen2", "qwen2_moe", "qwen3"})
 """Families in which the layers below `max_window_layers` are full; others state the number and ignore it."""
 
-_BY_LENGTH = MappingProxyType(
-    {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-)
 _RULES = frozenset({"none", "linear", "dynamic", "yarn", "llama3", "longrope"})
 _RULE_NAMES = MappingProxyType({"default": "none", "su": "longrope"})
 _KINDS = MappingProxyType({"full_attention": "full", "sliding_attention": "sliding"})
@@ -138,24 +135,6 @@ def layers_of(config: Config, *, latent: bool = False) -> tuple[LayerSpec, ...]:
     settings = text_config(config)
     kinds = layer_kinds(settings)
     return tuple(_layer(settings, index, kind, latent) for index, kind in enumerate(kinds))
-
-
-def fixed_length(layers: Sequence[LayerSpec]) -> int | None:
-    """The longest sequence, in tokens, up to which the KV of a prefix depends on the prefix alone; None: any
-    length.
-
-    The rules dynamic and longrope turn all keys of a sequence differently once it grows past its original
-    length: KV computed below that length is none of a sequence above it, nor the other way round.
-    """
-    limits = []
-    for layer in layers:
-        if layer.rope is not None and layer.rope.scaling in _BY_LENGTH:
-            limit = dict(layer.rope.parameters).get(_BY_LENGTH[layer.rope.scaling])
-            # transformers goes back to the unscaled angles only below the original length of the rule
-            # dynamic.
-            shorter = 1 if layer.rope.scaling == "dynamic" else 0
-            limits.append(int(limit) - shorter if isinstance(limit, float) else 0)
-    return min(limits, default=None)
 
 
 def text_config(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from retain.errors import UnsupportedModel
-from retain.geometry import fixed_length, layers_of
+from retain.geometry import layers_of
 from retain.model import LayerSpec, RopeSpec
 
 LLAMA31 = {
@@ -191,13 +191,6 @@ def test_deepseek_is_offered_as_the_cache_holds_it_and_as_latent() -> None:
     assert latent.rope is not None
     assert latent.rope.rotary_dim == 64
     assert dict(latent.rope.parameters)["kv_lora_rank"] == 512.0
-
-
-def test_rules_that_turn_by_length_say_up_to_which_length_a_prefix_stands() -> None:
-    assert fixed_length(layers_of(LLAMA31)) is None
-    assert fixed_length(layers_of(PHI3_MINI_128K)) == 4096
-    dynamic = {**LLAMA31, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 2048}
-    assert fixed_length(layers_of(dynamic)) == 2047
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ class Geometry:
                 f"the model keeps KV in {len(layers)} layers, its spec names {len(self.spec.layers)}"
             )
         for index, (layer, wanted) in enumerate(zip(layers, self.spec.layers, strict=True)):
-            if wanted.kind not in ("full", "sliding") or (layer.window is None) != (wanted.kind == "full"):
+            # A latent layer lies in a plain cache layer: the latent as K, the rotated part as V.
+            known = wanted.kind in ("full", "sliding", "latent")
+            if not known or (layer.window is None) != (wanted.kind != "sliding"):
                 kind = "full" if layer.window is None else "sliding"
                 raise UnsupportedModel(
                     f"layer {index} is {wanted.kind} by the model's spec, but its cache is {kind}"
