@@ -4,11 +4,13 @@ KV.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 Buffer = bytes | bytearray | memoryview
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,249}")
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,7 @@ class Store(Protocol):
 
 def check_name(name: str) -> str:
     """Return `name` if it is a valid object name, else raise ValueError."""
-    if not 0 < len(name) <= 250 or not name[0].isalnum() or not name.isascii():
-        raise ValueError(f"not an object name: {name!r}")
-    if not all(c.isalnum() or c in "._-" for c in name):
+    if _NAME.fullmatch(name) is None:
         raise ValueError(f"not an object name: {name!r}")
     return name
 
