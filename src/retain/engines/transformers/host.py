@@ -92,6 +92,7 @@ class Host:
                 bool(getattr(module, "merged", False)),
                 bool(getattr(module, "disable_adapters", False)),
                 str(getattr(module, "active_adapters", "")),
+                str(getattr(module, "scaling", "")),
             )
             for module in self._lora
         ]
