@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 import openai
@@ -19,26 +19,30 @@ from retain.gateway.engine import Engine
 from retain.gateway.server import build_app
 
 
+def _client() -> httpx.Client:
+    # Loading the certificates that https would need takes longer than a test.
+    return httpx.Client(verify=False, timeout=60)  # noqa: S501
+
+
 @dataclass
 class Served:
     """A server under test."""
 
     url: str
     cache: Cache
+    client: httpx.Client = field(default_factory=_client)
 
     def openai(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=self.client)
 
     def get(self, path: str, key: str | None = None) -> httpx.Response:
-        return httpx.get(
-            self.url + path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=30
-        )
+        return self.client.get(self.url + path, headers={"Authorization": f"Bearer {key}"} if key else {})
 
     def post(self, path: str, body: object, key: str | None = None) -> httpx.Response:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         if isinstance(body, bytes):
-            return httpx.post(self.url + path, content=body, headers=headers, timeout=30)
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=30)
+            return self.client.post(self.url + path, content=body, headers=headers)
+        return self.client.post(self.url + path, json=body, headers=headers)
 
     def metric(self, name: str, key: str | None = None) -> float:
         """The value of one line of /metrics, by its name and labels; 0 where there is none."""
@@ -75,15 +79,18 @@ def _servers() -> Iterator[Serve]:
         thread.start()
         assert eventually(lambda: server.started)
 
+        served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", cache)
+
         def end() -> None:
             server.should_exit = True
             thread.join(10)
+            served.client.close()
             listener.close()
             cache.close()
             assert not thread.is_alive()
 
         ends.append(end)
-        return Served(f"http://127.0.0.1:{listener.getsockname()[1]}", cache)
+        return served
 
     yield start
     for end in ends:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from retain.gateway.engine import Report, Sampling, Step
-from retain.identity import salt_of, space_of
+from retain.identity import Chain, Tokens, chain, salt_of, space_of
 from retain.model import LayerSpec, ModelSpec
 
 START, END = 256, 257
@@ -81,11 +81,11 @@ class ToyEngine:
         cancelled: Callable[[], bool],
         progress: Callable[[float], None],
     ) -> ToyRun:
-        self.started.append((list(tokens), sampling, self.space(tenant, cache_salt)))
+        self.started.append((list(tokens), sampling, self.chain((), tenant, cache_salt).space))
         return ToyRun(self, sampling, cancelled)
 
-    def space(self, tenant: str | None, cache_salt: str | None) -> bytes:
-        return space_of(self.spec.kin, self.spec.adapter, salt_of(tenant, cache_salt))
+    def chain(self, tokens: Sequence[int] | Tokens, tenant: str | None, cache_salt: str | None) -> Chain:
+        return chain(space_of(self.spec.kin, self.spec.adapter, salt_of(tenant, cache_salt)), tokens)
 
     def settle(self) -> None:
         pass

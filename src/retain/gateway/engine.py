@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from retain.identity import Chain, Tokens
 from retain.model import ModelSpec
 
 
@@ -95,8 +96,8 @@ class Engine(Protocol):
         `cancelled` is asked often, and `progress` told the share of the prefill that is done.
         """
 
-    def space(self, tenant: str | None, cache_salt: str | None) -> bytes:
-        """The space that a run with this tenant and salt reads and writes."""
+    def chain(self, tokens: Sequence[int] | Tokens, tenant: str | None, cache_salt: str | None) -> Chain:
+        """The keys under which a run with this tenant and salt reads and writes."""
 
     def settle(self) -> None:
         """Wait until what earlier runs computed has been handed to the cache."""

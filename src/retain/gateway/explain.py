@@ -21,6 +21,9 @@ AFTER_TOKENS = 256
 PROBE = 24
 """Characters by which a message is found again: few enough for a short question, enough not to meet by chance."""
 
+HEADER = 8
+"""Characters before a message by which its beginning is known from a place within another."""
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -202,21 +205,23 @@ class _Difference:
         return None
 
     def _reordered_tools(self) -> tuple[str, str] | None:
-        first, kept_first = self._tool_at(self.ours), self._tool_at(self.theirs)
-        if first is None or kept_first is None or first == kept_first or kept_first not in self.prompt.tools:
+        ours, theirs = self._tools_from(self.ours), self._tools_from(self.theirs)
+        if not ours or not theirs or ours[0] == theirs[0] or theirs[0] not in ours:
+            return None
+        at = ours.index(theirs[0])
+        # Tools put in front of the others are an addition; one that the kept side has further on was moved.
+        if ours[0] not in theirs and ours[at : at + len(theirs)] == theirs:
             return None
         return (
             "reordered_tools",
-            f"The tools come in another order: {first!r} stands where the kept prompt has {kept_first!r}. Send them in "
-            "one order, for example sorted by name.",
+            f"The tools come in another order: {ours[0]!r} stands where the kept prompt has {theirs[0]!r}. Send them "
+            "in one order, for example sorted by name.",
         )
 
-    def _tool_at(self, text: str) -> str | None:
-        """The name of the tool that the difference lies in, or the next that follows it."""
-        for match in _NAME.finditer(text):
-            if match.end() >= self.at and (match.group(1) in self.prompt.tools or match.start() <= self.at):
-                return match.group(1)
-        return None
+    def _tools_from(self, text: str) -> list[str]:
+        """The names of the tools from the difference on, that in which it lies included."""
+        names = [match.group(1) for match in _NAME.finditer(text) if match.end() >= self.at]
+        return [name for name in names if name in self.prompt.tools] if text is self.ours else names
 
     def _quoted(self, text: str) -> tuple[str, bool] | None:
         """The quoted word around the difference, and whether it is a JSON key."""
@@ -264,10 +269,12 @@ class _Difference:
         later = [passage for passage in passages if passage.end >= self.before_start + self.at]
         if self._stable or not later:
             return None
-        # The message that stands here now, from its beginning: further on in the kept prompt if some were dropped before it.
+        # The message that stands here now, with what the template puts before it: further on in the kept prompt, if
+        # some were left out before it.
         start = later[0].start - self.before_start
-        probe = self.ours[max(0, start) : max(0, start) + PROBE]
-        if start < 0 or len(probe.strip()) < PROBE // 2 or self.theirs.find(probe, self.at) < 0:
+        stop = min(start + PROBE, later[0].end - self.before_start)
+        probe = self.ours[max(0, start - HEADER) : stop]
+        if start < 0 or stop - start < PROBE // 2 or self.theirs.find(probe, self.at) < 0:
             return None
         return (
             "shortened_history",

@@ -12,6 +12,7 @@ from retain.engines import transformers as engines
 from retain.engines.transformers.loading import load
 from retain.errors import UnsupportedModel
 from retain.gateway.engine import Report, Sampling, Step
+from retain.identity import Chain, Tokens
 from retain.model import ModelSpec
 
 SETTLE_SECONDS = 1.0
@@ -53,8 +54,8 @@ class LocalEngine:
     def tokenizer(self) -> Any:
         return self._engine.tokenizer
 
-    def space(self, tenant: str | None, cache_salt: str | None) -> bytes:
-        return self._engine.space(tenant, cache_salt)
+    def chain(self, tokens: Sequence[int] | Tokens, tenant: str | None, cache_salt: str | None) -> Chain:
+        return self._engine.chain(tokens, tenant=tenant, salt=cache_salt)
 
     def run(
         self,

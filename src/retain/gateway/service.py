@@ -27,7 +27,7 @@ from retain.gateway.schema import Ask
 from retain.gateway.tenants import Tenant
 from retain.gateway.tokenizer import Prompt, Tokenizer
 from retain.gateway.waiting import Closed, Full, Job, Line
-from retain.identity import BLOCK_TOKENS, TAIL_TOKENS, chain
+from retain.identity import TAIL_TOKENS
 
 log = logging.getLogger("retain.gateway")
 
@@ -159,7 +159,7 @@ class Service:
         """Remove what the tenant's space holds, or everything, from one tier or all. Says how much that was."""
         loaded = self.loaded
         loaded.engine.settle()
-        space = None if everything else loaded.engine.space(tenant.name, cache_salt)
+        space = None if everything else loaded.engine.chain((), tenant.name, cache_salt).space
         try:
             removed = loaded.cache.clear(tier=tier, space=space)
         except ValueError as error:
@@ -206,7 +206,7 @@ class Service:
         loaded = self.loaded
         length = int(prompt.tokens.size)
         try:
-            kept = self._nearest(loaded, prompt, loaded.engine.space(tenant.name, ask.cache_salt))
+            kept = self._nearest(loaded, prompt, tenant, ask)
             progress = _Progress(length)
             for event in generate(
                 loaded.engine,
@@ -236,10 +236,11 @@ class Service:
                 Refusal(500, "The server had an error while processing your request.", code="internal_error")
             )
 
-    def _nearest(self, loaded: Loaded, prompt: Prompt, space: bytes) -> Kept | None:
+    def _nearest(self, loaded: Loaded, prompt: Prompt, tenant: Tenant, ask: Ask) -> Kept | None:
         """The kept prompt that an explanation compares with. Asked before this prompt is kept itself."""
         try:
-            nearest = loaded.cache.nearest(chain(space, prompt.tokens, BLOCK_TOKENS))
+            chain = loaded.engine.chain(prompt.tokens, tenant.name, ask.cache_salt)
+            nearest = loaded.cache.nearest(chain)
         except Exception:
             log.exception("the nearest kept prompt cannot be had; the request goes on without an explanation")
             return None

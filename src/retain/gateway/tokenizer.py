@@ -30,7 +30,9 @@ class HuggingFaceTokenizer(Protocol):
     """The part of a Hugging Face tokenizer that is used here."""
 
     chat_template: Any
-    all_special_ids: Sequence[int]
+
+    @property
+    def all_special_ids(self) -> Sequence[int]: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(
