@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -12,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from retain.bench.clock import Sample, timed
 from retain.bench.files import forget
@@ -23,6 +22,7 @@ from retain.bench.report import Report, Value, new_figure
 from retain.bench.texts import long_prompt
 from retain.cache import Cache, open_cache
 from retain.engines.transformers import Engine, Sampling, attach
+from retain.engines.transformers.alone import Alone, Logits
 from retain.engines.transformers.loading import Loaded, load
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _Bench:
         self._disk = folder / "kv"
         self._rounds = rounds
         self._steps = steps
-        self._plain = torch.tensor([prompt])
+        self._alone = Alone(loaded.model)
         self._logit_difference = 0.0
         self._expected: tuple[int, ...] = ()
         self._equal = True
@@ -89,7 +89,7 @@ class _Bench:
             self._steps.step("warming up", 0)
             self._warm_up(engine)
             cache.clear()
-            self._expected, logits = self._answer_without_retain()
+            self._expected, logits = self._alone.answer(self._prompt, ANSWER_TOKENS)
             misses, plains, totals = self._pairs(cache, engine)
             memory = self._repeat("from memory", self._rounds.warm, lambda: self._ask(engine), "memory")
             self._compare(engine, logits)
@@ -136,28 +136,9 @@ class _Bench:
 
     def _warm_up(self, engine: Engine) -> None:
         """Have the libraries do what they do only once, and touch the arena's pages."""
-        self._model_alone(self._plain)
+        self._alone.first_token(self._prompt)
         ask(engine, self._prompt, 1)
         engine.settle()
-
-    def _model_alone(self, ids: torch.Tensor, kept: Any = None) -> torch.Tensor:
-        with torch.inference_mode():
-            output = self._loaded.model(input_ids=ids, past_key_values=kept, use_cache=True, logits_to_keep=1)
-        logits: torch.Tensor = output.logits[0, -1]
-        return logits
-
-    def _answer_without_retain(self) -> tuple[tuple[int, ...], torch.Tensor]:
-        """The greedy answer and the logits of its first token, by the model alone."""
-        with torch.inference_mode():
-            found = self._loaded.model.generate(
-                self._plain,
-                attention_mask=torch.ones_like(self._plain),
-                max_new_tokens=ANSWER_TOKENS,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        return tuple(found.sequences[0, self._plain.shape[1] :].tolist()), found.logits[0][0]
 
     def _pairs(self, cache: Cache, engine: Engine) -> tuple[list[Sample], list[Sample], list[float]]:
         """Misses beside the model alone, taking turns at being first; the last miss is kept.
@@ -177,7 +158,7 @@ class _Bench:
             totals.append(time.process_time() - start)
 
         def plain() -> None:
-            plains.append(timed(lambda: int(self._model_alone(self._plain).argmax())))
+            plains.append(timed(lambda: self._alone.first_token(self._prompt)))
 
         for pair in range(self._rounds.pairs):
             for work, text in ((miss, "nothing kept yet"), (plain, "the model alone"))[
@@ -205,10 +186,10 @@ class _Bench:
             self._steps.step(text)
         return seconds
 
-    def _compare(self, engine: Engine, logits: torch.Tensor) -> None:
+    def _compare(self, engine: Engine, logits: Logits) -> None:
         """The next token's logits on kept KV beside those of the model alone."""
-        found = engine.forward(self._plain).logits[0, -1]
-        self._logit_difference = max(self._logit_difference, float((found - logits).abs().max()))
+        found = engine.forward(np.array([self._prompt])).logits[0, -1].numpy()
+        self._logit_difference = max(self._logit_difference, float(np.abs(found - logits).max()))
 
     def _restarts(
         self, times: int, text: str, before: Callable[[Path], object] = lambda path: None
@@ -232,14 +213,11 @@ class _Bench:
 
     def _floor(self) -> list[float]:
         """What reuse costs the engine alone: a copy of its DynamicCache in the same process, and one step."""
-        from transformers.cache_utils import DynamicCache
-
-        kept = DynamicCache(config=self._loaded.model.config)
-        self._model_alone(self._plain[:, :-1], kept)
+        kept = self._alone.prefill(self._prompt[:-1])
         seconds = []
         for _ in range(self._rounds.warm):
             self._steps.step("the engine's own copy", 0)
-            sample = timed(lambda: int(self._model_alone(self._plain[:, -1:], copy.deepcopy(kept)).argmax()))
+            sample = timed(lambda: self._alone.next_token(kept, self._prompt[-1]))
             seconds.append(sample.seconds)
             self._steps.step("the engine's own copy")
         return seconds

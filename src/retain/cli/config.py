@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from retain.address import TierAddress
 from retain.cli.options import Json, resolved
@@ -32,7 +32,7 @@ def show(context: typer.Context, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps({name: {"value": shown[name], "source": found.sources[name]} for name in shown}))
         return
-    table = Table("setting", "value", "source", "variable")
+    table = Table("setting", Column("value", overflow="fold"), Column("source", overflow="fold"), "variable")
     for name, value in shown.items():
         text = "\n".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
         table.add_row(name, text, found.sources[name], variable_of(name))

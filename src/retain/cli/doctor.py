@@ -15,7 +15,7 @@ from pathlib import Path
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from retain.bench.report import cell, this_machine
 from retain.cli.options import Json, settings
@@ -42,7 +42,7 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps([asdict(each) for each in findings]))
     else:
-        table = Table("what", "state", "found", "to get it")
+        table = Table("what", "state", Column("found", overflow="fold"), Column("to get it", overflow="fold"))
         for each in findings:
             style = _STYLES[each.state]
             table.add_row(each.what, f"[{style}]{each.state}[/]", escape(each.found), escape(each.remedy))

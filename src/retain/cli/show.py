@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 
 from retain.bench.report import cell
 from retain.block import verify_object
@@ -59,7 +59,7 @@ def _show(each: Listed, model: str, as_json: bool) -> None:
         fields = dict(_fields(each, header))
         print(json.dumps({**fields, "token_ids": tokens.tolist(), "text": text, "no_text_because": reason}))
         return
-    table = Table(show_header=False)
+    table = Table("", Column("", overflow="fold"), show_header=False)
     for name, value in _fields(each, header):
         table.add_row(name, escape(value))
     stdout.print(table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 
 from rich.console import Console
@@ -14,7 +16,12 @@ UNUSABLE = 2
 
 INTERRUPTED = 130
 
-stdout = Console(highlight=False)
+FILE_WIDTH = 160
+"""Columns of a table that goes into a file or a pipe, where there is no terminal to ask for its width."""
+
+stdout = Console(
+    highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH
+)
 stderr = Console(stderr=True, highlight=False)
 
 
