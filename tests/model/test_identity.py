@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from retain.engines.transformers.identity import adapter_of, content_digest, spec_of
+from retain.engines.transformers.identity import WeightWatch, adapter_of, content_digest, spec_of
 from retain.errors import UnsupportedModel
 from retain.header import object_name
 from retain.identity import as_tokens, block_key, chain, root_key, space_of
@@ -218,3 +218,38 @@ def test_a_wrapped_model_is_the_model_inside() -> None:
     assert spec_of(Wrapper(model), "x") == spec_of(model, "x")
     compiled: Any = torch.compile(tiny_model("llama-gqa"))
     assert spec_of(compiled, "x") == spec_of(tiny_model("llama-gqa"), "x")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_watch_sees_a_dense_change_of_any_weight_even_one_that_torch_does_not_count(
+    dtype: torch.dtype,
+) -> None:
+    model = tiny_model("qwen3", dtype)
+    watch = WeightWatch(model)
+    seen = {watch.stamp()}
+    assert watch.stamp() in seen
+    for parameter in model.parameters():
+        before = parameter._version
+        parameter.data.mul_(1.25)
+        assert parameter._version == before
+        seen.add(watch.stamp())
+    assert len(seen) == 1 + len(list(model.parameters()))
+
+
+def test_a19_weights_changed_behind_an_attached_engine_are_not_answered_from_the_cache() -> None:
+    import retain
+    from retain.engines.transformers import attach
+
+    model = tiny_model("llama-gqa")
+    tokens = torch.arange(100)[None]
+    with retain.open("memory:16MiB") as cache:
+        engine = attach(model, None, cache)
+        for found in (0, 96):
+            engine.forward(tokens)
+            assert engine.last_report.found == found
+            cache.flush()
+        model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.25)
+        logits = engine.forward(tokens).logits[0, -1]
+        assert engine.last_report.found == 0
+        with torch.no_grad():
+            assert torch.allclose(logits, model(input_ids=tokens).logits[0, -1], atol=1e-5)

@@ -17,7 +17,7 @@ from retain.identity import Tokens
 from retain.model import ModelSpec
 
 from .geometry import Geometry, stable_tokens
-from .identity import spec_of
+from .identity import WeightWatch, spec_of
 from .layers import BufferPool, Watch, kept_cache, windows_of
 from .turns import turns_of
 
@@ -40,6 +40,7 @@ class Host:
         self._keeps_logits = "logits_to_keep" in parameters
         self._lora = [module for module in model.modules() if hasattr(module, "lora_A")]
         self._lock = threading.Lock()
+        self._watch = WeightWatch(model)
         self._stamp = self._weights_stamp()
         self.geometry = Geometry(spec or spec_of(model))
         self._probe()
@@ -55,7 +56,8 @@ class Host:
             stamp = self._weights_stamp()
             if stamp != self._stamp:
                 self.geometry = Geometry(spec_of(self.model, self.spec.name))
-                self._stamp = stamp
+                self._watch = WeightWatch(self.model)
+                self._stamp = self._weights_stamp()
 
     def empty_cache(self, room: int, watch: Watch | None = None) -> DynamicCache:
         """A cache for the model to fill, with room for so many tokens before it grows."""
@@ -81,8 +83,8 @@ class Host:
         return frozenset([ends] if isinstance(ends, int) else ends)
 
     def _weights_stamp(self) -> tuple[Any, ...]:
-        """Changes whenever a weight is written or replaced, or an adapter is switched: torch counts writes
-        itself."""
+        """Changes whenever a weight is written or replaced, or an adapter is switched. torch counts most writes
+        itself; the watch sees those through `.data`."""
         weights = [
             (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
             for weight in self.model.parameters()
@@ -96,7 +98,7 @@ class Host:
             )
             for module in self._lora
         ]
-        return hash(tuple(weights)), tuple(adapters)
+        return hash(tuple(weights)), self._watch.stamp(), tuple(adapters)
 
     def _probe(self) -> None:
         """Run one token, to see that the model keeps the KV that its spec describes."""
