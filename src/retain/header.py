@@ -223,7 +223,7 @@ def _metadata(header: BlockHeader) -> dict[str, str]:
         "adapter": header.adapter.hex() if header.adapter is not None else "",
         "model": header.model,
         "architecture": header.architecture,
-        "layers": _layers_text(header.layers),
+        "layers": layers_text(header.layers),
         "dtype": header.dtype,
         "first": str(header.first),
         "count": str(header.count),
@@ -256,7 +256,7 @@ def _header(metadata: dict[str, str]) -> BlockHeader:
     first, count = _number(metadata["first"]), _number(metadata["count"])
     if not 1 <= count <= MAX_TOKENS or first >= 1 << 31:
         raise InvalidObject(f"the object claims {count} tokens at position {first}")
-    layers = _layers(metadata["layers"])
+    layers = layers_from_text(metadata["layers"])
     part = Slice.parse(metadata["slice"])
     if part.layer_stop > len(layers):
         raise InvalidObject(f"the slice {part.text} does not fit a model of {len(layers)} layers")
@@ -301,7 +301,8 @@ _RopeRow = tuple[float, int, str, list[tuple[str, float | str | list[float]]]]
 _LayerRow = tuple[int, str, int, int, int, int | None, _RopeRow | None]
 
 
-def _layers_text(layers: tuple[LayerSpec, ...]) -> str:
+def layers_text(layers: tuple[LayerSpec, ...]) -> str:
+    """A model's layers as text: runs of equal ones, as docs/format.md describes."""
     rows = [
         [
             count,
@@ -318,7 +319,8 @@ def _layers_text(layers: tuple[LayerSpec, ...]) -> str:
     return json.dumps(rows, separators=(",", ":"))
 
 
-def _layers(text: str) -> tuple[LayerSpec, ...]:
+def layers_from_text(text: str) -> tuple[LayerSpec, ...]:
+    """The layers of a header's text. Raises InvalidObject, ValueError, UnsupportedModel or msgspec's errors."""
     layers: list[LayerSpec] = []
     for count, kind, heads, k_dim, v_dim, window, rope in msgspec.json.decode(text, type=list[_LayerRow]):
         if not 1 <= count <= MAX_LAYERS - len(layers):

@@ -7,9 +7,12 @@ load or store.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -17,9 +20,10 @@ from retain.block import Block, raw_layout
 from retain.errors import StoreError
 from retain.header import BlockHeader
 from retain.identity import Chain
+from retain.model import ModelSpec, Slice
 
 from .demote import Demoter
-from .find import Finder, Search, continuation
+from .find import Finder, Search, continuation, nearest
 from .flight import Flight, Flights
 from .ledger import Ledger
 from .place import Arena
@@ -36,6 +40,7 @@ from .results import (
     Reservation,
     Stats,
     StoreResult,
+    read_ticket,
 )
 from .tier import Tier
 
@@ -64,6 +69,8 @@ class Cache:
         self.finder = Finder(self.tiers, ledger)
         self.reader = Reader(self.tiers, self.arena, ledger, self.planner)
         self.demoter = Demoter(self.arena, self.tiers[1:], ledger)
+        self._handles = itertools.count(1)
+        self._hits: weakref.WeakValueDictionary[int, Hit] = weakref.WeakValueDictionary()
         self._closed = False
 
     def lookup(self, query: Query, *, plan: bool = True) -> Hit:
@@ -89,7 +96,8 @@ class Cache:
                 self.ledger.failure("a lookup failed", error)
         by_tier = self._by_tier(parts)
         lease = self._lease(lambda: self.finder.release(parts), LEASE_SECONDS)
-        hit = Hit(query, parts, found, by_tier, lease)
+        hit = Hit(query, parts, found, by_tier, lease, next(self._handles))
+        self._hits[hit.handle] = hit
         self.ledger.count("hit_tokens", hit.tokens)
         self.ledger.count("planned_away_tokens", found - hit.tokens)
         self.ledger.count("lookup_hits" if hit.tokens else "lookup_misses")
@@ -123,6 +131,18 @@ class Cache:
         self.ledger.count("loaded_tokens", sum(lengths))
         return Loaded(tuple(blocks), lengths, by_tier, time.perf_counter() - start, tuple(leases))
 
+    def claim(self, ticket: bytes, spec: ModelSpec, part: Slice | None = None) -> Hit:
+        """The hit of `Hit.ticket`, to be loaded by another thread, whole or a slice of it.
+
+        A hit that is gone meanwhile loads nothing. Raises ValueError for bytes that are no ticket.
+        """
+        told = read_ticket(ticket, spec, part)
+        hit = self._hits.get(told.handle)
+        if hit is None or not hit.lease.held:
+            return Hit(told.query, (), 0, {}, Lease(lambda: None))
+        query = replace(hit.query, spec=spec, slice=part)
+        return Hit(query, hit.parts, hit.found, hit.tokens_by_tier, Lease(lambda: None), hit.handle)
+
     def reserve(self, header: BlockHeader) -> Reservation | None:
         """A place in the arena for a raw block, to be filled and committed; None where it is not wanted or
         there is no room.
@@ -140,9 +160,7 @@ class Cache:
         if isinstance(place, StoreResult):
             return place
         try:
-            place.tokens[:] = block.tokens
-            for name, array in place.arrays.items():
-                array[...] = block.arrays[name]
+            place.fill(block)
         except Exception:
             place.abandon()
             raise
@@ -161,7 +179,7 @@ class Cache:
         kept for.
         """
         try:
-            return None if self._closed else self.finder.nearest(chain)
+            return None if self._closed else nearest(chain, *self.finder.kept_path(chain.keys, chain.root))
         except Exception as error:
             self.ledger.failure("a search for the nearest prompt failed", error)
             return None
@@ -265,7 +283,7 @@ class Cache:
         if self._closed:
             return self._refused("closed")
         try:
-            if self.finder.present(header):
+            if self.finder.present(header.name):
                 self.ledger.count("present_blocks")
                 return StoreResult(True, "present")
             layout = raw_layout(header)
@@ -300,7 +318,7 @@ class Cache:
         return Reservation(header, tokens, arrays, commit, abandon)
 
     def admit(self, header: BlockHeader, size: int) -> StoreResult:
-        """Make the raw block in a filled place of the arena visible and start writing it to the tiers below."""
+        """Make the raw block in a filled place of the arena visible, and write it to the tiers below."""
         try:
             slot = self.arena.commit(header, header.name, size, leased=bool(self.tiers[1:]))
         except Exception as error:

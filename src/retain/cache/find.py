@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from retain.errors import InvalidObject, StoreError
-from retain.header import BlockHeader, Frame, parse_frame
+from retain.header import Frame, parse_frame
 from retain.identity import TAIL_TOKENS, Chain, Tokens
 from retain.model import ModelSpec, Slice
 from retain.stores.base import StoredObject
@@ -101,6 +101,17 @@ def continuation(query: Query, found: Found) -> Part | None:
     return best
 
 
+def nearest(chain: Chain, depth: int, continuations: Sequence[Tokens]) -> Nearest | None:
+    """The kept prompt that agrees longest with a chain of which `depth` blocks are kept; None if nothing is."""
+    start = depth * chain.block_tokens
+    prompt = chain.tokens[start:]
+    best = max(continuations, key=lambda tokens: common_length(prompt, tokens), default=None)
+    if best is None:
+        return Nearest(start, np.empty(0, np.uint32)) if depth else None
+    common = common_length(prompt, best)
+    return Nearest(start + common, best[common:])
+
+
 class Finder:
     """Answers from the tiers' indices; reads an object's head only to compare token ids."""
 
@@ -144,9 +155,11 @@ class Finder:
             if not self._whole(matches, index) and not self._pieces(key, search)
         ]
 
-    def present(self, header: BlockHeader) -> bool:
-        """Whether a block is kept already, in memory or below, in a form that equals it."""
-        return any(tier.equals(header) for tier in self._tiers)
+    def present(self, name: str) -> bool:
+        """Whether the raw block called `name` is kept already, in memory or below, under whatever exact
+        codec.
+        """
+        return any(tier.equals(name) for tier in self._tiers)
 
     def _match(self, keys: Sequence[bytes], search: Search) -> list[Slots]:
         return [tier.match(keys, search.spec, search.wanted, search.fidelity) for tier in self._tiers]
@@ -197,7 +210,13 @@ class Finder:
     # leases
 
     def acquire(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Lease the parts' objects and record the use in chain order; the parts up to the first that is gone."""
+        """Lease the parts' objects and record the use in chain order; those up to the first that is gone."""
+        taken = self.hold(parts)
+        self.touch(taken)
+        return taken
+
+    def hold(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """Lease the parts' objects, up to the first that is gone, without recording a use."""
         taken: list[Part] = []
         for part in parts:
             held: list[Source] = []
@@ -210,10 +229,12 @@ class Finder:
                 self._release_sources(held)
                 break
             taken.append(part)
-        # Used in one tier is used in all: else the copy below would age while memory serves.
-        for tier in self._tiers:
-            tier.touch(part.key for part in taken)
         return tuple(taken)
+
+    def touch(self, parts: Sequence[Part]) -> None:
+        """Record a use. Used in one tier is used in all: else the copy below would age while memory serves."""
+        for tier in self._tiers:
+            tier.touch(part.key for part in parts)
 
     def release(self, parts: Iterable[Part]) -> None:
         """Give back what `acquire` took."""
@@ -226,27 +247,18 @@ class Finder:
 
     # the nearest kept prompt
 
-    def nearest(self, chain: Chain) -> Nearest | None:
-        """See Cache.nearest."""
+    def kept_path(self, keys: Sequence[bytes], root: bytes) -> tuple[int, list[Tokens]]:
+        """How many leading keys are kept, under any form, and the token ids of what is kept behind the last."""
         depth = 0
-        for key in chain.keys:
+        for key in keys:
             if not any(tier.holds(key) for tier in self._tiers):
                 break
             depth += 1
-        start = depth * chain.block_tokens
-        prompt = chain.tokens[start:]
-        best: tuple[int, Tokens] | None = None
-        for tier in self._tiers:
-            for slot in tier.children(chain.parent(depth), CONTINUATIONS):
-                head = self._head(tier, slot)
-                if head is None:
-                    continue
-                common = common_length(prompt, head.tokens)
-                if best is None or common > best[0]:
-                    best = (common, head.tokens[common:])
-        if best is not None:
-            return Nearest(start + best[0], best[1])
-        return Nearest(start, np.empty(0, np.uint32)) if depth else None
+        parent = keys[depth - 1] if depth else root
+        heads = (
+            self._head(tier, slot) for tier in self._tiers for slot in tier.children(parent, CONTINUATIONS)
+        )
+        return depth, [head.tokens for head in heads if head is not None]
 
     def _head(self, tier: Tier, slot: int) -> Head | None:
         with tier.lock:

@@ -30,6 +30,11 @@ class _Line:
     rows: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def predict(self, x: float, y: float) -> float | None:
+        line = self.fit()
+        return None if line is None else line[0] * x + line[1] * y
+
+    def fit(self) -> tuple[float, float] | None:
+        """(a, b), None before the first observation."""
         if not self.rows:
             return None
         data = np.array(self.rows)
@@ -43,7 +48,7 @@ class _Line:
             kept = 1 if a < 0 else 0
             other = float((design[:, kept] * seconds).sum() / max(float((design[:, kept] ** 2).sum()), 1e-30))
             a, b = (0.0, other) if kept == 1 else (other, 0.0)
-        return float(a * x + b * y)
+        return float(a), float(b)
 
 
 class Planner:
@@ -85,6 +90,22 @@ class Planner:
             line = self._tiers.get(tier)
             predicted = line.predict(float(objects), float(size)) if line else None
             return None if predicted is None else predicted * self._trust.get(tier, 1.0)
+
+    def tier_line(self, tier: str) -> tuple[float, float] | None:
+        """Predicted (seconds an object, seconds a byte) of a tier; None before the first observation."""
+        with self._lock:
+            line = self._tiers.get(tier)
+            fit = line.fit() if line else None
+            trust = self._trust.get(tier, 1.0)
+            return None if fit is None else (fit[0] * trust, fit[1] * trust)
+
+    def set_tier_line(self, tier: str, line: tuple[float, float]) -> None:
+        """Take over what another process measured of a tier."""
+        with self._lock:
+            rows = self._tiers.setdefault(tier, _Line()).rows
+            rows.clear()
+            rows.extend([(1.0, 0.0, line[0]), (0.0, 1e9, line[1] * 1e9)])
+            self._trust[tier] = 1.0
 
     def best_prefix(
         self, spec: ModelSpec, blocks: Sequence[tuple[int, int, Sequence[tuple[str, int]]]], total: int

@@ -36,7 +36,7 @@ READERS = min(4, os.cpu_count() or 1)
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One object of a part, in the arena and leased; `slot` is None where it lies beside the arena, for want of
+    """One object of a part, in the arena and leased; `slot` is None where it lies beside it for want of
     room.
     """
 

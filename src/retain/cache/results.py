@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+import numpy as np
+
 from retain.block import Block
 from retain.codecs.base import Array
 from retain.header import BlockHeader
-from retain.identity import Chain, Tokens
+from retain.identity import TAIL_TOKENS, Chain, Tokens
 from retain.model import ModelSpec, Slice
 
 
@@ -77,6 +80,11 @@ class Lease:
     def held(self) -> bool:
         return self._release is not None
 
+    def forget(self) -> None:
+        """The claim has passed to somebody else, who will end it."""
+        with self._lock:
+            self._release = None
+
     def release(self) -> None:
         """End the claim. Idempotent."""
         with self._lock:
@@ -87,13 +95,17 @@ class Lease:
 
 @dataclass(frozen=True, eq=False)
 class Hit:
-    """What a lookup found: the longest usable prefix. Release it, or hand it to `Cache.load`, which does."""
+    """What a lookup found: the longest usable prefix. Release it, or hand it to `Cache.load`, which does.
+
+    `handle` is the number under which the hit's lease can be claimed by another process or thread.
+    """
 
     query: Query
     parts: tuple[Part, ...]
     found: int
     tokens_by_tier: Mapping[str, int]
     lease: Lease
+    handle: int = 0
 
     def __post_init__(self) -> None:
         # A caller that drops the hit without a word must not keep blocks from being evicted.
@@ -108,6 +120,14 @@ class Hit:
         """Give the lease back without loading. Idempotent."""
         self.lease.release()
 
+    def ticket(self) -> bytes:
+        """What another thread or process of the same cache needs to load this hit: see `claim`.
+
+        The lease stays with this hit: keep it until every holder of the ticket has loaded, then release it.
+        """
+        rows = [(part.key, part.first, part.tokens, part.sources[0].tier) for part in self.parts]
+        return msgspec.msgpack.encode((self.handle, self.query.fidelity, rows))
+
     def __enter__(self) -> Self:
         return self
 
@@ -115,6 +135,24 @@ class Hit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def read_ticket(ticket: bytes, spec: ModelSpec, part: Slice | None) -> Hit:
+    """The hit that a ticket stands for, its lease somebody else's. Raises ValueError for bytes that are none."""
+    wanted = part or spec.whole
+    try:
+        handle, fidelity, rows = msgspec.msgpack.decode(ticket, type=_Ticket)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not a ticket of a hit: {error}") from error
+    parts = tuple(
+        Part(key, first, tokens, (Source(tier, 0, wanted, 0),)) for key, first, tokens, tier in rows
+    )
+    nothing = Chain(b"", np.empty(0, np.uint32), TAIL_TOKENS, ())
+    query = Query(nothing, spec, part, fidelity)
+    return Hit(query, parts, sum(each.tokens for each in parts), {}, Lease(lambda: None), handle)
+
+
+_Ticket = tuple[int, str, list[tuple[bytes, int, int, int]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +196,7 @@ class StoreResult:
 
 
 class Reservation:
-    """A writable place for a raw block. Fill `tokens` (already filled) and `arrays`, then `commit` or
+    """A writable place for a raw block. Fill `tokens` and `arrays`, then `commit` or
     `abandon`.
     """
 
@@ -178,6 +216,12 @@ class Reservation:
         # `abandon` is a no-op after a commit, so a reservation that is dropped without a word gives its place
         # back.
         weakref.finalize(self, abandon)
+
+    def fill(self, block: Block) -> None:
+        """Copy a block's tokens and numbers into the place."""
+        self.tokens[:] = block.tokens
+        for name, array in self.arrays.items():
+            array[...] = block.arrays[name]
 
     def commit(self) -> StoreResult:
         """Make the block visible to lookups and start writing it to the tiers below."""

@@ -118,16 +118,15 @@ class Tier:
             found = [(slot, self._forms[self.index.record(slot).form]) for slot in slots]
         return [(slot, form) for slot, form in found if form.serves(spec, fidelity)]
 
-    def equals(self, header: BlockHeader) -> bool:
-        """Whether the very block of this header is here, under whatever exact codec."""
+    def equals(self, name: str) -> bool:
+        """Whether the very block of a raw object's name is here, under whatever exact codec."""
+        key, text = split_name(name)
+        asked = Form.parse(text)
         with self.lock:
-            slots = [slot for slot in self.index.same_key(header.key) if slot not in self._doomed]
+            slots = [slot for slot in self.index.same_key(key) if slot not in self._doomed]
             forms = [self._forms[self.index.record(slot).form] for slot in slots]
-        lineage = header.lineage[:16] if header.lineage is not None else None
         return any(
-            form.variant == header.variant[:16]
-            and form.slice == header.slice
-            and form.lineage == lineage
+            (form.variant, form.slice, form.lineage) == (asked.variant, asked.slice, asked.lineage)
             and not CODECS[form.codec].lossy
             for form in forms
             if form.codec in CODECS

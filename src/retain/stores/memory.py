@@ -120,6 +120,12 @@ class MemoryStore:
             held = self._objects.get(name) or self._reserved.get(name)
             return None if held is None else (held.offset, held.size)
 
+    def reserved(self, name: str) -> memoryview | None:
+        """The place reserved for `name`, read-only; None if there is none."""
+        with self._lock:
+            held = self._reserved.get(name)
+            return None if held is None else self._bytes(held).toreadonly()
+
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
         check_name(name)
         parts = [as_bytes(chunk) for chunk in chunks]

@@ -1,0 +1,621 @@
+"""What engines hold instead of a Cache when a daemon keeps it: the same calls, carried over the socket.
+
+Bytes do not travel: the arena is mapped here too, and blocks are copied by who needs them. A daemon that is
+gone is a cache that misses, at once, until it is back; a new one (another boot id) is met with nothing
+remembered of the old.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, TypeVar
+
+import numpy as np
+
+from retain.block import Block, open_object, raw_layout
+from retain.cache import (
+    Hit,
+    Ledger,
+    Loaded,
+    Nearest,
+    Planner,
+    Query,
+    Removed,
+    Reservation,
+    Stats,
+    StoreResult,
+    TierStats,
+)
+from retain.cache.find import Candidate, Found, continuation, nearest
+from retain.cache.read import Want, shape
+from retain.cache.results import Lease, Part, Source, read_ticket
+from retain.errors import InvalidObject
+from retain.header import BlockHeader, layers_text
+from retain.identity import Chain
+from retain.model import ModelSpec, Slice
+
+from . import wire
+
+log = logging.getLogger("retain.daemon")
+
+CALL_SECONDS = 5.0
+"""How long an ordinary request may take before the daemon counts as gone."""
+
+CHAINS = 32
+RETRY_SECONDS = (0.05, 5.0)
+"""The first and the longest pause between attempts to reach a daemon that is gone."""
+
+R = TypeVar("R", bound=wire.Reply)
+
+
+class Link:
+    """One session with one boot of the daemon: its connections, and the arena mapped."""
+
+    def __init__(self, dial: Callable[[], socket.socket], client: str) -> None:
+        self._dial = dial
+        self._client = client
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._session = b""
+        self.alive = True
+        self.boot = b""
+        connection, welcome, fd = self._greet()
+        if fd is None:
+            connection.close()
+            raise wire.WireError("the daemon handed over no arena")
+        self._session = welcome.session
+        self.tiers = welcome.tiers
+        try:
+            self.readable = memoryview(mmap.mmap(fd, welcome.span, prot=mmap.PROT_READ))
+            self.writable = memoryview(mmap.mmap(fd, welcome.span))
+        except (OSError, ValueError) as error:
+            connection.close()
+            raise wire.WireError(f"the arena cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+        self._idle.append(connection)
+        self.models: dict[ModelSpec, int] = {}
+        self.chains: OrderedDict[bytes, tuple[int, tuple[bytes, ...]]] = OrderedDict()
+        self.numbers = 0
+
+    def call(self, request: wire.Request, timeout: float) -> wire.Reply | None:
+        """Send a request and wait for its reply; None for a one-way message. Raises WireError."""
+        connection = self._take()
+        try:
+            wire.send_request(connection, request)
+            reply: wire.Reply | None = None
+            if not isinstance(request, wire.OneWay):
+                boot, reply, fd = wire.receive_reply(connection, time.monotonic() + timeout)
+                if fd is not None:
+                    os.close(fd)
+                if boot != self.boot:
+                    raise wire.WireError("another daemon answered")
+        except BaseException:
+            connection.close()
+            self.close()
+            raise
+        with self._lock:
+            if self.alive:
+                self._idle.append(connection)
+                return reply
+        connection.close()
+        return reply
+
+    def close(self) -> None:
+        """Give the session up. Blocks that are in use stay readable: the mapping lives as long as they do."""
+        with self._lock:
+            self.alive = False
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _take(self) -> socket.socket:
+        with self._lock:
+            if not self.alive:
+                raise wire.WireError("the daemon is gone")
+            if self._idle:
+                return self._idle.pop()
+        return self._greet()[0]
+
+    def _greet(self) -> tuple[socket.socket, wire.Welcome, int | None]:
+        connection = self._dial()
+        try:
+            connection.settimeout(CALL_SECONDS)
+            wire.send_request(connection, wire.Hello(wire.VERSION, self._client, self._session))
+            boot, reply, fd = wire.receive_reply(connection, time.monotonic() + CALL_SECONDS)
+            if isinstance(reply, wire.Refused):
+                raise wire.WireError(reply.reason)
+            if not isinstance(reply, wire.Welcome):
+                raise wire.WireError(f"the daemon greeted with {type(reply).__name__}")
+            if self.boot and boot != self.boot:
+                raise wire.WireError("another daemon answered")
+            self.boot = boot
+            return connection, reply, fd
+        except BaseException:
+            connection.close()
+            raise
+
+
+class RemoteCache:
+    """A cache kept by a daemon. Safe from several threads; the calls are those of retain.cache.Cache.
+
+    `dial` gives a connected socket or raises OSError or WireError; it may start the daemon, and is called
+    from a thread of its own once the daemon is gone, so that no request waits for it.
+    """
+
+    def __init__(self, dial: Callable[[], socket.socket], client: str = "python") -> None:
+        self._dial = dial
+        self._client = client
+        self._lock = threading.Lock()
+        self._ledger = Ledger()
+        self._closed = threading.Event()
+        self._reviving = False
+        self.planner = Planner()
+        self._link: Link | None = Link(dial, client)
+
+    # the calls of the waist
+
+    def lookup(self, query: Query, *, plan: bool = True) -> Hit:
+        """See Cache.lookup."""
+        nothing = Hit(query, (), 0, {}, Lease(lambda: None))
+        if query.tokens < 1:
+            return nothing
+        link = self._alive()
+        if link is None:
+            return nothing
+        try:
+            reply = self._look(link, query)
+            found = Found(
+                self._parts(query, reply, link), tuple(_candidate(each, query) for each in reply.candidates)
+            )
+            last = continuation(query, found)
+            parts = found.parts if last is None else (*found.parts, last)
+            total = sum(part.tokens for part in parts)
+            if plan and parts:
+                parts = self._plan(link, query, parts, reply.speeds)
+            used = min(len(parts), len(found.parts))
+            index = -1
+            if last is not None and len(parts) > len(found.parts):
+                index = next(i for i, each in enumerate(found.candidates) if each.key == last.key)
+            tokens = sum(part.tokens for part in parts)
+            link.call(wire.Settle(reply.lease, used, index, tokens, total), CALL_SECONDS)
+        except (wire.WireError, InvalidObject, ValueError) as error:
+            self._failed("a lookup in the daemon failed", error)
+            return nothing
+        by_tier: dict[str, int] = {}
+        for part in parts:
+            kind = link.tiers[part.sources[0].tier][1]
+            by_tier[kind] = by_tier.get(kind, 0) + part.tokens
+        lease = Lease(lambda: self._tell(link, wire.Release(reply.lease)) if parts else None)
+        return Hit(query, parts, total, by_tier, lease, handle=reply.lease)
+
+    def load(self, hit: Hit, *, timeout: float = 30.0) -> Loaded:
+        """See Cache.load."""
+        start = time.perf_counter()
+        blocks: list[Block] = []
+        leases: tuple[Lease, ...] = ()
+        link = self._alive()
+        if link is not None and hit.parts:
+            try:
+                blocks, leases = self._load(link, hit, timeout)
+            except (wire.WireError, InvalidObject, ValueError) as error:
+                self._failed("a load from the daemon failed", error)
+        parts = hit.parts[: len(blocks)]
+        by_tier: dict[str, int] = {}
+        for part in parts:
+            kind = link.tiers[part.sources[0].tier][1] if link is not None else "memory"
+            by_tier[kind] = by_tier.get(kind, 0) + part.tokens
+        lengths = tuple(part.tokens for part in parts)
+        return Loaded(tuple(blocks), lengths, by_tier, time.perf_counter() - start, leases)
+
+    def claim(self, ticket: bytes, spec: ModelSpec, part: Slice | None = None) -> Hit:
+        """The hit that another process's `Hit.ticket` stands for, to be loaded here. Raises ValueError for
+        nonsense.
+        """
+        return read_ticket(ticket, spec, part)
+
+    def reserve(self, header: BlockHeader) -> Reservation | None:
+        """See Cache.reserve."""
+        result = self._reserve(header)
+        return result if isinstance(result, Reservation) else None
+
+    def store(self, block: Block) -> StoreResult:
+        """See Cache.store."""
+        place = self._reserve(block.header)
+        if isinstance(place, StoreResult):
+            return place
+        try:
+            place.fill(block)
+        except Exception:
+            place.abandon()
+            raise
+        return place.commit()
+
+    def missing(self, query: Query) -> list[int]:
+        """See Cache.missing; everything is missing while the daemon is gone."""
+        keys = query.chain.keys
+        link = self._alive()
+        if link is not None:
+            try:
+                request = wire.Missing(
+                    self._model(link, query.spec), b"".join(keys), query.wanted.text, query.fidelity
+                )
+                return self._ask(link, request, wire.Indices).values
+            except wire.WireError as error:
+                self._failed("a lookup in the daemon failed", error)
+        return list(range(len(keys)))
+
+    def nearest(self, chain: Chain) -> Nearest | None:
+        """See Cache.nearest."""
+        reply = self._try(wire.Nearest(b"".join(chain.keys), chain.root), wire.Continuations)
+        if reply is None:
+            return None
+        return nearest(chain, reply.depth, [np.frombuffer(tokens, "<u4") for tokens in reply.tokens])
+
+    def drop(self, keys: Iterable[bytes]) -> Removed:
+        """See Cache.drop."""
+        reply = self._try(wire.Drop(b"".join(keys)), wire.Removed, 60.0)
+        return Removed() if reply is None else Removed(reply.objects, reply.bytes)
+
+    def clear(self, *, tier: str | None = None, space: bytes | None = None) -> Removed:
+        """See Cache.clear."""
+        link = self._alive()
+        if link is not None and tier is not None and all(tier not in each[:2] for each in link.tiers):
+            raise ValueError(
+                f"this cache has no tier {tier!r}; it has {', '.join(each[0] for each in link.tiers)}"
+            )
+        reply = self._try(wire.Clear(tier, space), wire.Removed, 300.0)
+        return Removed() if reply is None else Removed(reply.objects, reply.bytes)
+
+    def pin(self, keys: Iterable[bytes]) -> int:
+        """See Cache.pin."""
+        reply = self._try(wire.Pin(b"".join(keys), True), wire.Done)
+        return 0 if reply is None else reply.value
+
+    def unpin(self, keys: Iterable[bytes]) -> int:
+        """See Cache.unpin."""
+        reply = self._try(wire.Pin(b"".join(keys), False), wire.Done)
+        return 0 if reply is None else reply.value
+
+    def flight(self, key: bytes, timeout: float) -> RemoteFlight:
+        """See Cache.flight. While the daemon is gone everyone leads."""
+        link = self._alive()
+        reply = self._try(wire.Fly(key, timeout), wire.Flying, timeout + CALL_SECONDS)
+        if reply is None or link is None:
+            return RemoteFlight(True, False, lambda: None)
+        number = reply.number
+        return RemoteFlight(
+            number > 0, reply.landed, lambda: self._tell(link, wire.Land(number)) if number else None
+        )
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """See Cache.flush."""
+        reply = self._try(wire.Flush(timeout), wire.Done, timeout + CALL_SECONDS)
+        return reply is not None and bool(reply.value)
+
+    def count(self, name: str, n: int = 1) -> None:
+        """See Cache.count."""
+        link = self._alive()
+        if link is not None:
+            self._tell(link, wire.Count(name, n))
+
+    def failure(self, reason: str, detail: object) -> None:
+        """See Cache.failure."""
+        self._ledger.failure(reason, detail)
+        link = self._alive()
+        if link is not None:
+            self._tell(link, wire.Failure(reason, str(detail)))
+
+    def stats(self) -> Stats:
+        """The daemon's counters and tiers, with this client's own failures; zeros while the daemon is gone."""
+        own = self._ledger.failures()
+        state = self.state()
+        if state is None:
+            return Stats(self._ledger.counters(), own, {})
+        tiers = {
+            name: TierStats(kind, objects, size, capacity, leased, pinned, codec)
+            for name, kind, objects, size, capacity, leased, pinned, codec in state.tiers
+        }
+        return Stats(state.counters, state.failures | own, tiers, state.pending)
+
+    def state(self) -> wire.State | None:
+        """The daemon's state, None while it is gone."""
+        return self._try(wire.Stats(), wire.State)
+
+    def stop_daemon(self) -> bool:
+        """End the daemon; whether it was there to be ended."""
+        return self._try(wire.Stop(), wire.Done) is not None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon is there, as far as is known."""
+        link = self._link
+        return link is not None and link.alive
+
+    def close(self) -> None:
+        """Leave the daemon in order. Idempotent."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            link, self._link = self._link, None
+        if link is not None:
+            with suppress(wire.WireError):
+                link.call(wire.Bye(), CALL_SECONDS)
+            link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # lookup and load in parts
+
+    def _look(self, link: Link, query: Query) -> wire.Found:
+        chain = query.chain
+        keys = chain.keys[: -(-query.tokens // chain.block_tokens)]
+        model = self._model(link, query.spec)
+        base, keep = 0, 0
+        with self._lock:
+            link.numbers += 1
+            number = link.numbers
+            known = link.chains.get(keys[0]) if keys else None
+        if known is not None:
+            base, keep = known[0], _common(known[1], keys)
+        while True:
+            request = wire.Lookup(
+                model, number, base, keep, b"".join(keys[keep:]), chain.root, chain.block_tokens, query.wanted.text,
+                query.fidelity, query.tokens,
+            )  # fmt: skip
+            reply = link.call(request, CALL_SECONDS)
+            if isinstance(reply, wire.Refused) and keep:
+                base = keep = 0  # the daemon has forgotten the earlier chain
+                continue
+            if not isinstance(reply, wire.Found):
+                raise wire.WireError(_reason(reply))
+            if keys:
+                with self._lock:
+                    link.chains[keys[0]] = (number, keys)
+                    link.chains.move_to_end(keys[0])
+                    while len(link.chains) > CHAINS:
+                        link.chains.popitem(last=False)
+            return reply
+
+    def _parts(self, query: Query, reply: wire.Found, link: Link) -> tuple[Part, ...]:
+        size = query.chain.block_tokens
+        if len(reply.parts) > len(query.chain.keys) + 1 or any(
+            tier >= len(link.tiers) for tier, _ in reply.parts
+        ):
+            raise ValueError("the daemon found more than was asked for")
+        return tuple(
+            Part(
+                query.chain.keys[index],
+                index * size,
+                min(size, query.tokens - index * size),
+                (Source(tier, 0, query.wanted, length),),
+            )
+            for index, (tier, length) in enumerate(reply.parts)
+        )
+
+    def _plan(
+        self, link: Link, query: Query, parts: tuple[Part, ...], speeds: dict[str, tuple[float, float]]
+    ) -> tuple[Part, ...]:
+        for tier, line in speeds.items():
+            self.planner.set_tier_line(tier, line)
+        blocks = [
+            (part.first, part.tokens, [(link.tiers[source.tier][0], source.size) for source in part.sources])
+            for part in parts
+        ]
+        return parts[: self.planner.best_prefix(query.spec, blocks, int(query.chain.tokens.size))]
+
+    def _load(self, link: Link, hit: Hit, timeout: float) -> tuple[list[Block], tuple[Lease, ...]]:
+        model = self._model(link, hit.query.spec)
+        owned = int(hit.query.chain.tokens.size) > 0  # a claimed hit's lease is its looker's
+        reply = link.call(wire.Load(hit.handle, model, timeout, owned), timeout + CALL_SECONDS)
+        if owned:
+            hit.lease.forget()
+        if not isinstance(reply, wire.Blocks):
+            raise wire.WireError(_reason(reply))
+        want = Want(hit.query.spec, hit.query.fidelity)
+        lease = Lease(lambda: self._tell(link, wire.Release(reply.lease)))
+        blocks: list[Block] = []
+        bases: list[object] = []
+        try:
+            for part, places in zip(hit.parts, reply.blocks, strict=False):
+                pieces = []
+                for offset, size in places:
+                    frame, arrays = open_object(link.readable[offset : offset + size])
+                    want.check(frame.header, part.key)
+                    tokens = arrays.pop("tokens")
+                    bases.append(tokens.base)
+                    pieces.append(Block(frame.header, tokens, arrays))
+                blocks.append(shape(pieces, hit.query.wanted))
+        except BaseException:
+            lease.release()
+            raise
+        _end_with_last(bases, lease)
+        return blocks, (lease,)
+
+    def _reserve(self, header: BlockHeader) -> Reservation | StoreResult:
+        if header.codec != "raw":
+            raise ValueError(f"blocks are stored raw and encoded by their tiers, got codec {header.codec!r}")
+        link = self._alive()
+        if link is None:
+            return StoreResult(False, "closed" if self._closed.is_set() else "failed")
+        layout = raw_layout(header)
+        name = header.name
+        try:
+            place = self._ask(link, wire.Reserve(name, layout.size), wire.Place)
+        except wire.WireError as error:
+            self._failed("a block could not be placed in the daemon's arena", error)
+            return StoreResult(False, "failed")
+        if place.offset < 0:
+            return StoreResult(place.reason == "present", place.reason)
+        buffer = link.writable[place.offset : place.offset + layout.size]
+        tokens, arrays = layout.views(buffer)
+        state = {"open": True}
+
+        def abandon() -> None:
+            if state.pop("open", False):
+                self._tell(link, wire.Abandon(name))
+
+        def commit() -> StoreResult:
+            if not state.pop("open", False):
+                return StoreResult(False, "failed")
+            try:
+                layout.write_header(buffer)
+                kept = self._ask(link, wire.Commit(name), wire.Kept)
+            except wire.WireError as error:
+                self._failed("a block could not be committed to the daemon", error)
+                return StoreResult(False, "failed")
+            return StoreResult(kept.kept, kept.reason)
+
+        return Reservation(header, tokens, arrays, commit, abandon)
+
+    # the link
+
+    def _alive(self) -> Link | None:
+        """The link to the daemon; None, with an attempt to get it back under way, while it is gone."""
+        with self._lock:
+            link = self._link
+            if link is not None and link.alive:
+                return link
+            if self._closed.is_set() or self._reviving:
+                return None
+            self._reviving = True
+        self._ledger.failure("the daemon is gone", "requests miss until it is back")
+        threading.Thread(target=self._revive, name="retain-revive", daemon=True).start()
+        return None
+
+    def _revive(self) -> None:
+        pause, longest = RETRY_SECONDS
+        while not self._closed.is_set():
+            try:
+                link = Link(self._dial, self._client)
+            except (OSError, wire.WireError) as error:
+                self._ledger.failure("the daemon cannot be reached", error)
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+                continue
+            with self._lock:
+                self._reviving = False
+                self._link, unused = (None, link) if self._closed.is_set() else (link, None)
+            if unused is not None:
+                unused.close()
+            log.info("the daemon is back, boot %s", link.boot.hex())
+            return
+
+    def _model(self, link: Link, spec: ModelSpec) -> int:
+        number = link.models.get(spec)
+        if number is None:
+            number = len(link.models) + 1
+            told = wire.ModelWire(
+                spec.name,
+                spec.architecture,
+                layers_text(spec.layers),
+                spec.dtype,
+                spec.kin,
+                spec.variant,
+                spec.adapter,
+            )
+            self._ask(link, wire.Model(number, told), wire.Done)
+            link.models[spec] = number
+        return number
+
+    def _ask(self, link: Link, request: wire.Request, kind: type[R], timeout: float = CALL_SECONDS) -> R:
+        reply = link.call(request, timeout)
+        if not isinstance(reply, kind):
+            raise wire.WireError(_reason(reply))
+        return reply
+
+    def _try(self, request: wire.Request, kind: type[R], timeout: float = CALL_SECONDS) -> R | None:
+        link = self._alive()
+        if link is None:
+            return None
+        try:
+            return self._ask(link, request, kind, timeout)
+        except wire.WireError as error:
+            self._failed("a request to the daemon failed", error)
+            return None
+
+    def _tell(self, link: Link, message: wire.OneWay) -> None:
+        with suppress(wire.WireError):  # a daemon that is gone has nothing left to be told
+            link.call(message, CALL_SECONDS)
+
+    def _failed(self, reason: str, error: object) -> None:
+        self._ledger.failure(reason, error)
+        self._alive()  # if the daemon is gone, begin to get it back now, not at the next request
+
+
+class RemoteFlight:
+    """See retain.cache.Flight."""
+
+    def __init__(self, leader: bool, landed: bool, land: Callable[[], None]) -> None:
+        self.leader = leader
+        self.landed = landed
+        self._land: Callable[[], None] | None = land
+
+    def land(self) -> None:
+        """The leader is done, well or not: followers go on. Idempotent."""
+        land, self._land = self._land, None
+        if land is not None:
+            land()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.land()
+
+
+def _candidate(told: wire.Candidate, query: Query) -> Candidate:
+    tokens = np.frombuffer(told.tokens, "<u4")
+    return Candidate(told.key, tokens, told.media, Source(told.tier, 0, query.wanted, told.size))
+
+
+def _common(known: Sequence[bytes], keys: Sequence[bytes]) -> int:
+    """How many first keys two chains share: by bisection, since a key stands for all before it."""
+    low, high = 0, min(len(known), len(keys))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if known[middle - 1] == keys[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _reason(reply: wire.Reply | None) -> str:
+    return reply.reason if isinstance(reply, wire.Refused) else f"the daemon answered {type(reply).__name__}"
+
+
+def _end_with_last(bases: Sequence[object], lease: Lease) -> None:
+    """Have the lease end when the last of the arrays is gone, if nobody ends it before."""
+    left = len(bases)
+    lock = threading.Lock()
+
+    def gone() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            lease.release()
+
+    for base in bases:
+        weakref.finalize(base, gone)

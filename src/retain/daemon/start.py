@@ -1,0 +1,162 @@
+"""Finding the daemon of a configuration, or starting one: one per user and configuration, raced starts settle
+on one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from retain.address import TierAddress, parse_tier
+from retain.errors import RetainError, StoreUnavailable
+
+from . import wire
+from .client import RemoteCache
+
+START_SECONDS = 30.0
+"""How long a start on demand may take: rebuilding the index of a full disk tier counts in."""
+
+IDLE_SECONDS = 600.0
+"""After how long without clients a daemon that was started on demand ends."""
+
+log = logging.getLogger("retain.daemon")
+
+
+def connect(
+    tiers: Sequence[str | TierAddress],
+    policy: str = "lru-leaf",
+    *,
+    client: str = "python",
+    start: bool = True,
+) -> RemoteCache:
+    """The cache of the daemon for these tiers and policy, which is started if need be.
+
+    Raises StoreUnavailable when there is none and none can be started.
+    """
+    addresses = [parse_tier(each) if isinstance(each, str) else each for each in tiers]
+    path = socket_path(addresses, policy)
+
+    def dial() -> socket.socket:
+        try:
+            return reach(path)
+        except OSError:
+            if not start:
+                raise
+        spawn(addresses, policy, path)
+        return _wait_for(path)
+
+    try:
+        return RemoteCache(dial, client)
+    except (OSError, wire.WireError) as error:
+        raise StoreUnavailable(
+            f"the daemon at {path} cannot be reached: {error}; see {log_path(path)}"
+        ) from error
+
+
+def reach(path: Path) -> socket.socket:
+    """A connection to the daemon at `path`. Raises OSError; PermissionError when it belongs to somebody else."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(5.0)
+        connection.connect(str(path))
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, uid, _ = struct.unpack("3i", credentials)
+        if uid not in (os.getuid(), 0):
+            raise PermissionError(f"the daemon at {path} belongs to user {uid}")
+        return connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def listen(path: Path) -> tuple[socket.socket, int] | None:
+    """The listening socket of the daemon for `path`, and the lock that makes it the only one; None if there
+    is one.
+
+    A socket handed over by systemd is taken instead of a new one.
+    """
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
+        return socket.socket(fileno=3), lock
+    with suppress(FileNotFoundError):
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(before)
+    listener.listen(64)
+    return listener, lock
+
+
+def spawn(tiers: Sequence[TierAddress], policy: str, path: Path) -> None:
+    """Start a daemon in a session of its own, its log beside its socket. It ends by itself when idle."""
+    arguments = [sys.executable, "-m", "retain.daemon", "--socket", str(path), "--policy", policy]
+    arguments += ["--idle", str(IDLE_SECONDS)]
+    arguments += [f"--tier={tier}" for tier in tiers]
+    with open(log_path(path), "ab") as output:
+        subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
+        )
+
+
+def _wait_for(path: Path) -> socket.socket:
+    deadline = time.monotonic() + START_SECONDS
+    pause = 0.02
+    while True:
+        try:
+            return reach(path)
+        except PermissionError:
+            raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.2)
+
+
+def socket_path(tiers: Sequence[TierAddress], policy: str) -> Path:
+    """Where the daemon for this configuration listens: the same for every process of the user."""
+    text = "\n".join([policy, *(str(tier) for tier in tiers)])
+    return runtime_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.sock"
+
+
+def log_path(path: Path) -> Path:
+    """Where the daemon of a socket writes its log."""
+    return path.with_suffix(".log")
+
+
+def running() -> list[Path]:
+    """The sockets in the runtime folder: those of daemons that run, and perhaps of some that were killed."""
+    return sorted(runtime_folder().glob("*.sock"))
+
+
+def runtime_folder() -> Path:
+    """The user's own folder for sockets. Raises RetainError when it is not safe to use."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "retain" if base else Path(tempfile.gettempdir()) / f"retain-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise RetainError(f"the runtime folder {folder} is not a folder of this user's; remove it")
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
