@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import openai
@@ -31,9 +32,10 @@ class Served:
     url: str
     cache: Cache
     client: httpx.Client = field(default_factory=_client)
+    official: Any = field(default_factory=lambda: openai.DefaultHttpxClient(verify=False, timeout=200))
 
     def openai(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=self.client)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=self.official)
 
     def get(self, path: str, key: str | None = None) -> httpx.Response:
         return self.client.get(self.url + path, headers={"Authorization": f"Bearer {key}"} if key else {})

@@ -28,7 +28,8 @@ def chat(*messages: tuple[str, str], tools: Any = ()) -> Prompt:
 
 
 def kept_of(prompt: Prompt, earlier: Prompt) -> Kept:
-    """What the cache tells when `earlier` is all that it keeps: one block's tokens from the first difference on."""
+    """What the cache tells when `earlier` is all that it keeps: one block's tokens from the first difference
+    on."""
     pairs = zip(prompt.tokens.tolist(), earlier.tokens.tolist(), strict=False)
     common = next(
         (i for i, (a, b) in enumerate(pairs) if a != b), min(prompt.tokens.size, earlier.tokens.size)

@@ -1,4 +1,5 @@
-"""The protocol, seen from its clients: framing, errors, queueing, hang-ups. The engine is a toy, the rest is real."""
+"""The protocol, seen from its clients: framing, errors, queueing, hang-ups. The engine is a toy, the rest is
+real."""
 
 from __future__ import annotations
 
@@ -522,7 +523,10 @@ def hang_up_after_sending(served: Served, body: dict[str, Any], wait: Callable[[
     host, _, port = served.url.removeprefix("http://").partition(":")
     data = json.dumps(body).encode()
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
         connection.sendall(head.encode() + data)
         assert eventually(wait)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +30,7 @@ def test_a_stop_string_cuts_the_text_wherever_its_pieces_begin(
     borders = sorted({0, len(text), *(min(at, len(text)) for at in cuts)})
     filtered = StopStrings(stops)
     shown = ""
-    for low, high in zip(borders, borders[1:], strict=False):
+    for low, high in itertools.pairwise(borders):
         shown += filtered.push(text[low:high])
         assert cut(text, stops).startswith(shown), "a part of a stop string leaked"
     shown += filtered.end()

@@ -1,4 +1,5 @@
-"""A toy engine and tokenizer, for what only concerns the protocol: framing, stop strings, queueing, hang-ups."""
+"""A toy engine and tokenizer, for what only concerns the protocol: framing, stop strings, queueing, hang-
+ups."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ CONTEXT = 4096
 
 
 class ToyTokenizer:
-    """One token a byte, two special tokens, and a chat template that places tools and messages like most do."""
+    """One token a byte, two special tokens, and a chat template that places tools and messages like most
+    do."""
 
     chat_template = "{% for message in messages %}{{ tools }}{{ tool_calls }}"
     all_special_ids = (START, END)
@@ -53,7 +55,8 @@ class ToyTokenizer:
 
 
 class ToyEngine:
-    """Answers with the bytes that `script` gives, a token at a time; `pace` seconds a step; `gate` holds all steps."""
+    """Answers with the bytes that `script` gives, a token at a time; `pace` seconds a step; `gate` holds all
+    steps."""
 
     context = CONTEXT
     spec = ModelSpec("toy", "toy", (LayerSpec("full", 1, 4, 4),), "float32", kin=b"k" * 32, variant=b"v" * 32)

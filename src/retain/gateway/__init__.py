@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server in front of an engine: requests, tenants, queue, explanations of misses, metrics."""
+"""The OpenAI-compatible server: requests, tenants, queue, explanations of misses, metrics."""
 
 from retain.gateway.server import build_app, run_server, serve
 

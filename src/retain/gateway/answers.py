@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Account:
-    """What a request cost: where its prompt's tokens came from, how long it took, and why tokens had to be computed."""
+    """What a request cost: where its prompt's tokens came from, how long it took, why it missed."""
 
     prompt_tokens: int
     ending: Ending
@@ -124,7 +124,7 @@ class Form:
         return self._chunk(self._delta(delta, piece.chosen))
 
     def ending(self, account: Account) -> list[Json]:
-        """The last chunks: the reason, and the usage where that was asked for. `retain` is in the last one."""
+        """The last chunks: the reason, and the usage where asked for; `retain` is in the last one."""
         last = self._delta({}) if self.chat else {"index": 0, "text": "", "logprobs": None}
         chunks = [self._chunk({**last, "finish_reason": account.ending.reason})]
         if self.include_usage:

@@ -1,4 +1,4 @@
-"""What the server needs of an engine. Anything that can take token ids and give token ids back can stand behind it."""
+"""What the server needs of an engine: token ids go in, token ids come out, and a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from retain.model import ModelSpec
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 takes the likeliest; `top_logprobs` None gives no log probabilities at all."""
+    """How tokens are chosen. Temperature 0 takes the likeliest; `top_logprobs` None gives no logprobs."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -25,7 +25,8 @@ class Sampling:
 class Step:
     """One generated token, its log probability, and the likeliest tokens in its place, best first.
 
-    `finish` is set on the last: "length", or "stop" where the token is the model's end of text and no part of the answer.
+    `finish` is set on the last: "length", or "stop" where the token is the model's end of text and no part of
+    the answer.
     """
 
     token: int
@@ -38,8 +39,10 @@ class Step:
 class Report:
     """What a run read, computed and kept: the prompt's tokens by tier and computed, tokens newly written.
 
-    `found` is what the cache had before the planner shortened it; `saved_seconds` what reading took less than computing
-    would have, where that can be told. `lost` counts kept tokens of an earlier answer that this prompt renders differently.
+    `found` is what the cache had before the planner shortened it; `saved_seconds` what reading took less than
+    computing
+    would have, where that can be told. `lost` counts kept tokens of an earlier answer that this prompt
+    renders differently.
     """
 
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
@@ -56,7 +59,7 @@ class Report:
 
 
 class Run(Protocol):
-    """One generation: iterate for its steps. `report` is right for the prompt after the first step, complete at the end."""
+    """One generation: iterate for its steps. `report` is complete at the end."""
 
     def __iter__(self) -> Iterator[Step]: ...
 

@@ -1,4 +1,4 @@
-"""Why a prompt missed: the first token that differs from the nearest kept prompt, and what its difference looks like."""
+"""Why a prompt missed: the first token that differs from the nearest kept prompt, and how it differs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AFTER_TOKENS = 256
 """Tokens behind it on the prompt's side: as many as the cache tells of the kept side, one block."""
 
 PROBE = 24
-"""Characters by which a message is found again: few enough for a short question, enough not to meet by chance."""
+"""Characters by which a message is found again: a short question has them, chance does not repeat them."""
 
 HEADER = 8
 """Characters before a message by which its beginning is known from a place within another."""
@@ -29,7 +29,8 @@ HEADER = 8
 class Kept:
     """What the cache has that is nearest to the prompt: tokens in common, and the kept tokens from there on.
 
-    `readable` is False when the nearest kept prompt was computed by another variant of the model, so that it can be
+    `readable` is False when the nearest kept prompt was computed by another variant of the model, so that it
+    can be
     compared and not used.
     """
 
@@ -42,7 +43,8 @@ class Kept:
 class Miss:
     """Why tokens had to be computed. `reason` is one of the words in docs; `words` says it in a sentence.
 
-    `index` is the first token that differs, `token` and `kept_token` its text here and in the kept prompt, and `text` and
+    `index` is the first token that differs, `token` and `kept_token` its text here and in the kept prompt,
+    and `text` and
     `kept_text` the same place with a little context. All are None where there is nothing to compare with.
     """
 
@@ -61,7 +63,8 @@ def explain(
 ) -> Miss | None:
     """Why only `reused` tokens of the prompt could be used again; None where nothing that is kept was missed.
 
-    `kept` is the nearest kept prompt before this one was stored, in the same space, so that an explanation never shows
+    `kept` is the nearest kept prompt before this one was stored, in the same space, so that an explanation
+    never shows
     one tenant's text to another.
     """
     total = int(prompt.tokens.size)
@@ -73,13 +76,13 @@ def explain(
         if not kept.readable:
             return Miss(
                 "other_variant",
-                f"{kept.common} tokens are kept, but were computed by another variant of this model (other weights, "
-                "number format or engine), whose KV is not used for this one.",
+                f"{kept.common} tokens are kept, but were computed by another variant of this model (other "
+                "weights, number format or engine), whose KV is not used for this one.",
             )
         return Miss(
             "not_loaded",
-            f"{kept.common} tokens agree with a kept prompt, but only {reused} were used: the rest was evicted, could not "
-            "be read, or would have taken longer to load than to compute.",
+            f"{kept.common} tokens agree with a kept prompt, but only {reused} were used: the rest was "
+            "evicted, could not be read, or would have taken longer to load than to compute.",
         )
     if kept.tokens.size == 0 or kept.common >= total:
         return None
@@ -93,7 +96,8 @@ _MONTH = (
 _DAY = r"(?:Mon|Tue(?:s)?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _TIMESTAMP = re.compile(
     rf"""
-    \d{{4}}-\d{{2}}-\d{{2}}(?:[T ]\d{{1,2}}:\d{{2}}(?::\d{{2}}(?:[.,]\d+)?)?)?(?:\ ?(?:Z|UTC|[+-]\d{{2}}:?\d{{2}}))?
+    \d{{4}}-\d{{2}}-\d{{2}}
+      (?:[T ]\d{{1,2}}:\d{{2}}(?::\d{{2}}(?:[.,]\d+)?)?)?(?:\ ?(?:Z|UTC|[+-]\d{{2}}:?\d{{2}}))?
     | (?:\b{_DAY},?\ )?(?:\b\d{{1,2}}\ {_MONTH}|\b{_MONTH}\ +\d{{1,2}}(?:st|nd|rd|th)?),?
       (?:\ \d{{1,2}}:\d{{2}}(?::\d{{2}})?)?(?:\ (?:UTC|GMT))?(?:\ \d{{4}})?
     | \b\d{{1,2}}[./]\d{{1,2}}[./]\d{{2,4}}\b
@@ -113,7 +117,8 @@ _UNIQUE = re.compile(
 _MIXED = re.compile(r"\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[A-Za-z0-9_-]{8,}={0,2}")
 _LABELLED = re.compile(
     r"""
-    (?:nonce|uuid|guid|cch|salt|seed|(?:request|session|trace|span|run|call|conversation|message|correlation)[-_ ]?id|\bid)
+    (?:nonce|uuid|guid|cch|salt|seed|\bid
+      |(?:request|session|trace|span|run|call|conversation|message|correlation)[-_ ]?id)
     ["']?\s*[:=]\s*["']?(?P<value>[^\s"',;<>]+)
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -134,7 +139,8 @@ class _Difference:
         self.kept_token = decode([int(kept.tokens[0])])
         start = max(0, self.index - BEFORE_TOKENS)
         lead = [int(token) for token in tokens[start : self.index]]
-        # Both sides are decoded together with what stands before them, for a character may reach over a token's border.
+        # Both sides are decoded together with what stands before them, for a character may reach over a
+        # token's border.
         ours = decode([*lead, *map(int, tokens[self.index : self.index + AFTER_TOKENS])])
         theirs = decode([*lead, *map(int, kept.tokens)])
         self.at = _common_length(ours, theirs)
@@ -182,24 +188,24 @@ class _Difference:
     def _retokenised(self) -> tuple[str, str] | None:
         if not self.same_text:
             return None
-        return (
-            "other_tokens",
-            f"The text of the {self._what} is the same, but its tokens differ from token {self.index} on: a kept answer "
-            "was generated in other tokens than those its text is read as.",
+        words = (
+            f"The text of the {self._what} is the same, but its tokens differ from token {self.index} on: a "
+            "kept answer was generated in other tokens than those its text is read as."
         )
+        return "other_tokens", words
 
     def _reordered(self) -> tuple[str, str] | None:
         ours, theirs = self._quoted(self.ours), self._quoted(self.theirs)
         keys = ours is not None and theirs is not None and ours[1] and theirs[1]
         if keys and ours is not None and theirs is not None:
-            elsewhere = {key for key in _KEY.findall(self.rest)}
-            kept_keys = {key for key in _KEY.findall(self.theirs[self.at :])}
+            elsewhere = set(_KEY.findall(self.rest))
+            kept_keys = set(_KEY.findall(self.theirs[self.at :]))
             if theirs[0] in elsewhere or ours[0] in kept_keys:
-                return (
-                    "reordered_keys",
-                    f"JSON keys in the {self._what} come in another order: {ours[0]!r} stands where the kept prompt has "
-                    f"{theirs[0]!r}. Serialise with sorted keys.",
+                words = (
+                    f"JSON keys in the {self._what} come in another order: {ours[0]!r} stands where the kept "
+                    f"prompt has {theirs[0]!r}. Serialise with sorted keys."
                 )
+                return "reordered_keys", words
         if self._what == "tools" and len(self.prompt.tools) > 1:
             return self._reordered_tools()
         return None
@@ -212,11 +218,11 @@ class _Difference:
         # Tools put in front of the others are an addition; one that the kept side has further on was moved.
         if ours[0] not in theirs and ours[at : at + len(theirs)] == theirs:
             return None
-        return (
-            "reordered_tools",
-            f"The tools come in another order: {ours[0]!r} stands where the kept prompt has {theirs[0]!r}. Send them "
-            "in one order, for example sorted by name.",
+        words = (
+            f"The tools come in another order: {ours[0]!r} stands where the kept prompt has {theirs[0]!r}. "
+            "Send them in one order, for example sorted by name."
         )
+        return "reordered_tools", words
 
     def _tools_from(self, text: str) -> list[str]:
         """The names of the tools from the difference on, that in which it lies included."""
@@ -249,14 +255,12 @@ class _Difference:
             if here is None or there is None or here == there or not (anywhere or self._stable):
                 continue
             advice = (
-                " Move it behind what stays the same, or leave it out: everything after it has to be computed again."
-                if self._stable
-                else ""
+                " Move it behind what stays the same: all after it is computed again." if self._stable else ""
             )
-            return (
-                reason,
-                f"The {self._what} contains {kind} that changed: {here!r}, in the kept prompt {there!r}.{advice}",
+            changed = (
+                f"The {self._what} contains {kind} that changed: {here!r}, in the kept prompt {there!r}."
             )
+            return reason, changed + advice
         return None
 
     def _line(self, text: str) -> tuple[str, int]:
@@ -269,16 +273,18 @@ class _Difference:
         later = [passage for passage in passages if passage.end >= self.before_start + self.at]
         if self._stable or not later:
             return None
-        # The message that stands here now, with what the template puts before it: further on in the kept prompt, if
+        # The message that stands here now, with what the template puts before it: further on in the kept
+        # prompt, if
         # some were left out before it.
         start = later[0].start - self.before_start
         stop = min(start + PROBE, later[0].end - self.before_start)
         probe = self.ours[max(0, start - HEADER) : stop]
         if start < 0 or stop - start < PROBE // 2 or self.theirs.find(probe, self.at) < 0:
             return None
+        what = later[0].what
         return (
             "shortened_history",
-            f"Earlier messages were left out: the kept conversation has others before what is now the {later[0].what}.",
+            f"Messages were left out: the kept conversation has others before the {what}.",
         )
 
     def _changed(self) -> tuple[str, str]:
@@ -292,11 +298,11 @@ class _Difference:
         if what.startswith("user"):
             return "changed_user_text", f"The text of the {what} differs from token {self.index} on."
         if what.startswith("assistant"):
-            return (
-                "changed_answer",
-                f"The {what} is not what was generated, from token {self.index} on: the client or the chat template "
-                "renders the earlier answer differently.",
+            words = (
+                f"The {what} is not what was generated, from token {self.index} on: the client or the chat "
+                "template renders the earlier answer differently."
             )
+            return "changed_answer", words
         if what.startswith("tool"):
             return "changed_tool_result", f"The {what} differs from token {self.index} on."
         return "changed_text", f"The text differs from token {self.index} on."

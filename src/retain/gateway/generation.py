@@ -1,4 +1,4 @@
-"""One request's way through the engine: steps to text, stop strings, tool calls, and the account of what it cost."""
+"""One request's way through the engine: steps to text, stop strings, tool calls, and what it cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A generated token's log probability, the likeliest in its place, and where its text begins in the answer."""
+    """A generated token's log probability, the likeliest in its place, and where its text begins."""
 
     token: Alternative
     top: tuple[Alternative, ...]
@@ -32,7 +32,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the answer that is final: text, calls of tools, and the log probabilities of the tokens it is made of."""
+    """A part of the answer that is final: text, calls of tools, and its tokens' log probabilities."""
 
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of an answer: why, how many tokens were generated, what the engine reports, and seconds since it began."""
+    """The end of an answer: why, tokens generated, what the engine reports, and seconds since it began."""
 
     reason: str
     generated: int
@@ -70,7 +70,7 @@ def generate(
     cancelled: Callable[[], bool],
     progress: Callable[[float], None],
 ) -> Iterator[Piece | Ending]:
-    """The pieces of the answer as they become final, and its ending as the last. Runs where it is iterated."""
+    """The pieces of the answer as they become final, then its ending. Runs where it is iterated."""
     began = time.monotonic()
     first: float | None = None
     answer = _Answer(tokenizer, wish)

@@ -1,4 +1,4 @@
-"""The transformers engine as the server sees it: opened from a model's name, its runs in the server's words."""
+"""The transformers engine as the server sees it: opened by a model's name, its runs in the server's words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTLE_SECONDS = 1.0
 def open_transformers(
     model: str, tiers: Sequence[str | TierAddress], *, policy: str, audit: float, dtype: str
 ) -> tuple[LocalEngine, Cache]:
-    """Load a model and open the cache that it works on. Raises ConfigError, UnsupportedModel, MissingDependency."""
+    """Load a model and open the cache that it works on. Raises the RetainErrors of both."""
     cache = retain.open(*tiers, policy=policy)
     try:
         loaded = load(model, dtype)

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus's conventions: what the cache counts, and what the server counts. They never disturb a request."""
+"""Metrics in Prometheus's conventions. Counting never disturbs a request."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Meter:
 
 
 def _add(counter: Counter, amount: float) -> None:
-    """A counter never falls, whatever the figures say (a load that fails after its lookup can make them negative)."""
+    """A counter never falls, though a load that fails after its lookup may make a figure negative."""
     if amount > 0:
         counter.inc(amount)
 

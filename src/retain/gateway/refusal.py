@@ -14,8 +14,8 @@ _TYPES = {
 }
 
 
-class Refusal(Exception):
-    """A request that is not served: the HTTP status, a sentence, and the field and code that OpenAI's clients look at."""
+class Refusal(Exception):  # noqa: N818 - an answer, not an error
+    """A request that is not served: HTTP status, a sentence, and the field and code that clients read."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ def too_long(prompt: int, wanted: int | None, context: int) -> Refusal:
     answer = "" if wanted is None else f" and {wanted} for the answer make {prompt + wanted}"
     return Refusal(
         400,
-        f"This model's maximum context length is {context} tokens. The prompt has {prompt} tokens{answer}, which is "
-        f"too many: shorten the prompt or ask for a shorter answer.",
+        f"This model's maximum context length is {context} tokens. The prompt has {prompt} tokens{answer}, "
+        f"which is too many: shorten the prompt or ask for a shorter answer.",
         param="messages" if wanted is None else "max_tokens",
         code="context_length_exceeded",
     )

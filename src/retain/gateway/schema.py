@@ -1,8 +1,9 @@
-"""Requests: what may be asked for, read strictly where it changes the answer and leniently where it does not."""
+"""Requests: read strictly where a field changes the answer, leniently where it does not."""
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ Json = dict[str, Any]
 class Ask:
     """A request that is understood: the prompt in one of three forms, and how to answer.
 
-    Exactly one of `messages`, `text` and `tokens` is set. `top_logprobs` None means that no log probabilities are wanted.
+    Exactly one of `messages`, `text` and `tokens` is set. `top_logprobs` None means that no log probabilities
+    are wanted.
     `ignored` names the fields that were given and have no meaning here.
     """
 
@@ -64,7 +66,8 @@ class _Common(msgspec.Struct):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # Taken note of and without effect: the key of a block is its content, and who asks is known from the API key.
+    # Taken note of and without effect: the key of a block is its content, and who asks is known from the API
+    # key.
     prompt_cache_key: str | None = None
     user: str | None = None
 
@@ -165,7 +168,7 @@ def read_completion(body: bytes) -> Ask:
 
 
 def read_object(body: bytes, known: tuple[str, ...]) -> Json:
-    """A small JSON object of which every field must be known; an empty body is an empty object. Raises Refusal."""
+    """A small JSON object, all of whose fields must be known; an empty body is {}. Raises Refusal."""
     if not body.strip():
         return {}
     try:
@@ -326,7 +329,7 @@ def _content(place: str, content: str | list[Json] | None) -> str:
         ):
             raise Refusal(
                 400,
-                f"{place}.content[{index}]: only parts of type 'text' are supported, got {part.get('type')!r}",
+                f"{place}.content[{index}]: only parts of type 'text' are read, got {part.get('type')!r}",
                 param=f"{place}.content[{index}]",
             )
         texts.append(part[part["type"]])
@@ -340,10 +343,8 @@ def _tool_call(place: str, call: Json) -> Json:
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         # Templates are written for an object; what the model wrote and is not one stays the text that it is.
-        try:
+        with suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, RecursionError):
-            pass
     return {
         "id": call.get("id"),
         "type": "function",
@@ -355,7 +356,7 @@ def _tools(tools: list[Json] | None, choice: str | Json | None) -> tuple[Json, .
     if choice not in (None, "none", "auto"):
         raise Refusal(
             400,
-            f"tool_choice must be 'none' or 'auto', got {choice!r}: the model cannot be forced to call a tool",
+            f"tool_choice must be 'none' or 'auto', got {choice!r}: no model is forced to call a tool",
             param="tool_choice",
             code="unsupported_parameter",
         )

@@ -49,10 +49,13 @@ def run_server(
     allow_open: bool = False,
     log_level: str = "info",
 ) -> int:
-    """Load `model` (a directory, a GGUF file, or `smollm2`), serve it until SIGTERM or SIGINT, return the exit code.
+    """Load `model` (a directory, a GGUF file, or `smollm2`), serve it until SIGTERM or SIGINT, return the
+    exit code.
 
-    `api_keys` are texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the model's name in
-    the API, by default its directory's or file's. `grace` is how many seconds running requests have to finish when the
+    `api_keys` are texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the
+    model's name in
+    the API, by default its directory's or file's. `grace` is how many seconds running requests have to finish
+    when the
     server is stopped. Raises ConfigError and the errors of loading the model.
     """
     keys = read_api_keys(api_keys, api_key_file)
@@ -71,7 +74,7 @@ def run_server(
 def build_app(
     engine: Engine, cache: Cache, name: str, *, api_keys: Mapping[str, str] | None = None, max_queue: int = 64
 ) -> Starlette:
-    """The application over an engine that is loaded, to be served by any ASGI server. The caller closes engine and cache."""
+    """The application over a loaded engine, for any ASGI server. The caller closes engine and cache."""
     service = Service(name, max_queue)
     service.ready(engine, cache)
     return application(service, Tenants(api_keys))
@@ -86,7 +89,7 @@ def serve(
     port: int = 8000,
     grace: float = 30.0,
 ) -> int:
-    """Serve until SIGTERM or SIGINT: open the port, then the model; at the end let requests finish, and flush the cache."""
+    """Serve until SIGTERM or SIGINT: open the port, then the model; at the end flush the cache."""
     listener = _listen(host, port)
     loading = _Loading(service, open_model)
 
@@ -110,7 +113,8 @@ def serve(
     server = _Server(config, service, grace)
     where = f"[{host}]" if ":" in host else host
     log.info("listening on http://%s:%d, loading %s", where, listener.getsockname()[1], service.name)
-    # uvicorn raises the signal again when it has ended well; it must not end the process before the cache is flushed.
+    # uvicorn raises the signal again when it has ended well; it must not end the process before the cache is
+    # flushed.
     quiet = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[listener])
@@ -142,7 +146,7 @@ class _Loading:
         def load() -> None:
             try:
                 opened = self._open()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised again where the server ends
                 self.error = error
                 self._service.state = "failed"
                 log.error("loading %s failed: %s", self._service.name, error)
@@ -179,7 +183,7 @@ class _Loading:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which lets requests finish for `grace` seconds when told to stop, and cancels them after that."""
+    """uvicorn, which when told to stop lets requests finish for `grace` seconds, then cancels them."""
 
     def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""The service behind the HTTP paths: a request that is understood goes in, pieces of an answer and an account come out."""
+"""The service behind the HTTP paths: a request goes in, pieces of an answer and an account come out."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Service:
         return prompt, Wish(sampling, ask.stop, tools=bool(ask.tools))
 
     def submit(self, ask: Ask, tenant: Tenant, prompt: Prompt, wish: Wish, arrived: float) -> Job:
-        """Put a request into the line: its events are Pieces, then an Account, or a Refusal. Raises Refusal."""
+        """Put a request into the line. Its events: Pieces, then an Account or Refusal. Raises Refusal."""
 
         def work(job: Job) -> None:
             self._work(job, ask, tenant, prompt, wish, arrived)
@@ -156,7 +156,7 @@ class Service:
     def clear(
         self, tenant: Tenant, *, everything: bool, tier: str | None, cache_salt: str | None
     ) -> dict[str, Any]:
-        """Remove what the tenant's space holds, or everything, from one tier or all. Says how much that was."""
+        """Remove what the tenant's space holds, or everything, from one tier or all; how much that was."""
         loaded = self.loaded
         loaded.engine.settle()
         space = None if everything else loaded.engine.chain((), tenant.name, cache_salt).space
@@ -308,7 +308,8 @@ def _log_account(ask: Ask, tenant: Tenant, account: Account, seconds: float) -> 
     report: Report = account.ending.report
     tiers = " ".join(f"{tier} {tokens}" for tier, tokens in sorted(report.tokens_by_tier.items()) if tokens)
     log.info(
-        "%s%s: prompt %d tokens (%scomputed %d, kept %d), answer %d tokens, %s, ttft %s, queued %.3f s, total %.3f s%s",
+        "%s%s: prompt %d tokens (%scomputed %d, kept %d), answer %d tokens, %s, "
+        "ttft %s, queued %.3f s, total %.3f s%s",
         "/v1/chat/completions" if ask.is_chat else "/v1/completions",
         f" by {tenant.name}" if tenant.name else "",
         account.prompt_tokens,

@@ -1,4 +1,4 @@
-"""Stop strings and tool calls: what is held back from a text that grows, so that nothing leaks that must not."""
+"""Stop strings and tool calls: what is held back from a text that grows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ CALL_HEAD, CALL_FOOT = "<tool_call>", "</tool_call>"
 class StopStrings:
     """Cuts a growing text before the first stop string, wherever the borders of its pieces lie.
 
-    Of several, the one that ends first counts: generation would have ended there. Of two that end together, the longer.
+    Of several, the one that ends first counts: generation would have ended there. Of two that end together,
+    the longer.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Tenants: who asks. Each API key is one; its name goes into the salt of its space, so that nobody meets another's KV."""
+"""Tenants: who asks. Each API key is one, with spaces of its own, so that nobody meets another's KV."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def check_bind(host: str, keys: Mapping[str, str], allow_open: bool) -> None:
     if keys or allow_open or _is_loopback(host):
         return
     raise ConfigError(
-        f"binding to {host} without API keys would let everyone on the network use this server and what it keeps; "
-        "give --api-key NAME=KEY, bind to 127.0.0.1, or say --allow-open"
+        f"binding to {host} without API keys would let everyone on the network use this server and what it "
+        "keeps; give --api-key NAME=KEY, bind to 127.0.0.1, or say --allow-open"
     )
 
 

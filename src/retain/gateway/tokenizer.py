@@ -17,12 +17,16 @@ from retain.identity import Tokens, as_tokens
 PATIENCE = 64
 """Tokens that an unfinished character may be waited for. A real one is complete after three more bytes."""
 
-TOOLS_HEAD = "# Tools\n\nYou may call one or more of these functions. Their signatures are within <tools></tools>:\n<tools>\n"
+TOOLS_HEAD = (
+    "# Tools\n\nYou may call one or more of these functions. "
+    "Their signatures are within <tools></tools>:\n<tools>\n"
+)
 TOOLS_FOOT = (
     "\n</tools>\n\nFor each call, answer with a JSON object within <tool_call></tool_call>:\n"
     '<tool_call>\n{"name": <function name>, "arguments": <arguments as an object>}\n</tool_call>'
 )
-"""How tools are told to a model whose template has no place for them: in the system message, in the form that most
+"""How tools are told to a model whose template has no place for them: in the system message, in the form that
+most
 open models were trained on (Hermes, Qwen)."""
 
 
@@ -120,7 +124,7 @@ class Tokenizer:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
     def chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
-        """The text that the model's chat template makes of a conversation. Raises Refusal where it makes none."""
+        """The text that the model's chat template makes of a conversation; Refusal if it makes none."""
         if not self._model.chat_template:
             raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
         conversation = [dict(message) for message in messages]
@@ -153,7 +157,7 @@ class Tokenizer:
 
 
 def find_passages(text: str, messages: Sequence[dict[str, Any]], tools: Sequence[str]) -> tuple[Passage, ...]:
-    """Where each message's content, and the tools, lie in the rendered text. What cannot be found is left out."""
+    """Where each message's content and the tools lie in the rendered text, as far as they are found."""
     found = []
     at = 0
     numbers: dict[str, int] = {}
@@ -179,7 +183,7 @@ def find_passages(text: str, messages: Sequence[dict[str, Any]], tools: Sequence
     if places:
         head, foot = text.find("<tools>"), text.find("</tools>")
         start = head if 0 <= head < min(places) else min(places)
-        end = foot if foot > max(places) else max(places)
+        end = max(foot, *places)
         found = [passage for passage in found if not start <= passage.start < end]
         found.append(Passage(start, end, "tools"))
     return tuple(sorted(found, key=lambda passage: passage.start))

@@ -1,4 +1,4 @@
-"""The waiting line in front of the engine: bounded, first come first served, and left at once by who hangs up."""
+"""The waiting line in front of the engine: bounded, first come first served, left at once by who hangs up."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 log = logging.getLogger("retain.gateway")
 
 
-class Full(Exception):
+class Full(Exception):  # noqa: N818 - named as queue.Full is
     """As many requests wait as may."""
 
 
-class Closed(Exception):
+class Closed(Exception):  # noqa: N818 - the same
     """The line takes no more requests, for the server is stopping."""
 
 

@@ -17,7 +17,7 @@ MAX_BODY_BYTES = 16 << 20
 """More than the longest context of today's models holds as text, and little enough to be read in memory."""
 
 KEEP_ALIVE_SECONDS = 15.0
-"""A comment is sent after this long without an event, so that nothing on the way takes a long prefill for a dead line."""
+"""A comment is sent after this long without an event, lest a long prefill be taken for a dead line."""
 
 KEEP_ALIVE = b": still working\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -35,7 +35,8 @@ class JsonResponse(Response):
 async def read_body(request: Request) -> bytes:
     """The body of a request. Raises Refusal when it is too large or not said to be JSON.
 
-    A web page can make a browser send plain text to this server without asking, but not JSON: so only JSON is read.
+    A web page can make a browser send plain text to this server without asking, but not JSON: so only JSON is
+    read.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -72,7 +73,7 @@ async def hung_up(receive: Receive) -> None:
 async def until_gone(
     work: Coroutine[Any, Any, Any], gone: asyncio.Future[None], timeout: float | None = None
 ) -> Any:
-    """The result of `work`; raises Gone when the client hangs up first, TimeoutError when it takes too long."""
+    """The result of `work`. Raises Gone when the client hangs up first, TimeoutError after `timeout`."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -86,7 +87,7 @@ async def until_gone(
             task.cancel()
 
 
-class Gone(Exception):
+class Gone(Exception):  # noqa: N818 - an event, not an error
     """The client hung up."""
 
 
