@@ -116,6 +116,9 @@ ones."""
 _FULL_BELOW = frozenset({"qwen2", "qwen2_moe", "qwen3"})
 """Families in which the layers below `max_window_layers` are full; others state the number and ignore it."""
 
+_PLAIN_WHEN_FULL = frozenset({"cohere2", "exaone4"})
+"""Families that rotate the keys of their sliding layers alone, where they have any."""
+
 _RULES = frozenset({"none", "linear", "dynamic", "yarn", "llama3", "longrope"})
 _RULE_NAMES = MappingProxyType({"default": "none", "su": "longrope"})
 _KINDS = MappingProxyType({"full_attention": "full", "sliding_attention": "sliding"})
@@ -214,7 +217,7 @@ def head_dim(settings: Config) -> int:
 
 
 def _rope(settings: Config, index: int, kind: str, size: int, before: str | None = None) -> RopeSpec | None:
-    if not _rotated(settings, index):
+    if not _rotated(settings, index, kind):
         return None
     given = _rope_settings(settings, kind)
     if given.get("mrope_section") or given.get("type") == "mrope":
@@ -241,7 +244,10 @@ def _rope(settings: Config, index: int, kind: str, size: int, before: str | None
     return RopeSpec(theta, int(size * float(share)), rule, tuple(sorted(parameters.items())))
 
 
-def _rotated(settings: Config, index: int) -> bool:
+def _rotated(settings: Config, index: int, kind: str) -> bool:
+    mixed = settings.get("sliding_window") is not None
+    if kind == "full" and mixed and settings["model_type"] in _PLAIN_WHEN_FULL:
+        return False
     flags = settings.get("no_rope_layers")
     if flags:
         return bool(flags[index])

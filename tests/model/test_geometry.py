@@ -183,6 +183,21 @@ def test_smollm3_leaves_every_fourth_layer_without_positions() -> None:
     assert [layer.rope is None for layer in layers_of(SMOLLM3_3B)] == [False, False, False, True] * 9
 
 
+def test_cohere2_leaves_its_full_layers_without_positions() -> None:
+    cohere2 = {
+        "model_type": "cohere2",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 50000,
+        "sliding_window": 4096,
+    }
+    layers = layers_of(cohere2)
+    assert [layer.kind for layer in layers] == ["sliding", "sliding", "sliding", "full"] * 8
+    assert all((layer.rope is None) == (layer.kind == "full") for layer in layers)
+
+
 def test_deepseek_is_offered_as_the_cache_holds_it_and_as_latent() -> None:
     held, latent = layers_of(DEEPSEEK_V3)[0], layers_of(DEEPSEEK_V3, latent=True)[0]
     assert (held.kind, held.heads, held.k_dim, held.v_dim) == ("latent", 1, 512, 64)

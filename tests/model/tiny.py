@@ -102,6 +102,8 @@ CONFIGS: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
         ),
         "glm": lambda: hf.GlmConfig(**_SIZES, head_dim=16),
         "cohere": lambda: hf.CohereConfig(**_SIZES),
+        "cohere2": lambda: hf.Cohere2Config(**{**_SIZES, "num_hidden_layers": 4}, sliding_window=WINDOW),
+        "gpt-oss": lambda: hf.GptOssConfig(**_SIZES, head_dim=16, sliding_window=WINDOW, num_local_experts=4),
         "deepseek-v2": lambda: hf.DeepseekV2Config(
             **{**_SIZES, **_DEEPSEEK, "n_group": None, "topk_group": None}
         ),

@@ -83,8 +83,8 @@ class Host:
         return frozenset([ends] if isinstance(ends, int) else ends)
 
     def _weights_stamp(self) -> tuple[Any, ...]:
-        """Changes whenever a weight is written or replaced, or an adapter is switched. torch counts most writes
-        itself; the watch sees those through `.data`."""
+        """Changes whenever a weight is written or replaced, or an adapter is switched. torch counts most
+        writes itself; the watch sees those through `.data`."""
         weights = [
             (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
             for weight in self.model.parameters()
