@@ -6,18 +6,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from retain.address import TierAddress
-    from retain.cache import Cache
+    from retain.cache import BlockCache
 
 __version__ = "0.1.0"
 
 __all__ = ["__version__", "open"]
 
 
-def open(*tiers: str | TierAddress, policy: str = "lru-leaf") -> Cache:
+def open(*tiers: str | TierAddress, policy: str = "lru-leaf") -> BlockCache:
     """Open a cache over tiers, in the order they are asked: `open("memory:4GiB", "disk:PATH?capacity=50GiB")`.
 
-    See `retain.cache.open_cache`. The import waits for the first call, so that `import retain` stays light.
+    With "daemon" as the first word it is the node's daemon that keeps the cache, started if need be, over the tiers
+    that follow or, if none do, those of the configuration. See `retain.cache.open_cache` and `retain.daemon.start`.
     """
+    if tiers and tiers[0] == "daemon":
+        from retain.config import resolve
+        from retain.daemon.start import connect
+
+        return connect(tiers[1:] or resolve().settings.tiers, policy)
     from retain.cache import open_cache
 
     return open_cache(*tiers, policy=policy)

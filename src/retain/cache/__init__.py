@@ -12,6 +12,7 @@ from retain.stores.disk import DiskStore
 from retain.stores.memory import MemoryStore
 
 from .cache import Cache
+from .contract import BlockCache
 from .flight import Flight
 from .ledger import Ledger
 from .planner import Planner
@@ -70,6 +71,7 @@ def _store(address: TierAddress) -> Store:
 
 
 __all__ = [
+    "BlockCache",
     "Cache",
     "Flight",
     "Hit",

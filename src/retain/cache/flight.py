@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -14,12 +15,17 @@ class Flight:
     theirs.
     """
 
-    def __init__(self, board: Flights, key: bytes, leader: bool, landed: bool) -> None:
-        self._board = board
-        self._key = key
+    def __init__(self, *, leader: bool, landed: bool, land: Callable[[], None] = lambda: None) -> None:
         self.leader = leader
         self.landed = landed
         """Whether the leader finished before this follower's timeout."""
+        self._land: Callable[[], None] | None = land
+
+    def land(self) -> None:
+        """The leader is done, well or not: followers go on. Idempotent."""
+        land, self._land = self._land, None
+        if land is not None:
+            land()
 
     def __enter__(self) -> Self:
         return self
@@ -29,34 +35,26 @@ class Flight:
     ) -> None:
         self.land()
 
-    def land(self) -> None:
-        """The leader is done, well or not: followers go on. Idempotent."""
-        if self.leader:
-            self._board.land(self._key, self)
-
 
 class Flights:
     """Who computes what at the moment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._flying: dict[bytes, tuple[Flight, threading.Event]] = {}
+        self._flying: dict[bytes, threading.Event] = {}
 
     def join(self, key: bytes, timeout: float) -> Flight:
         """Lead the flight of `key` if nobody does, else wait for its leader, at most `timeout` seconds."""
         with self._lock:
             flying = self._flying.get(key)
             if flying is None:
-                flight = Flight(self, key, leader=True, landed=False)
-                self._flying[key] = (flight, threading.Event())
-                return flight
-        landed = flying[1].wait(timeout)
-        return Flight(self, key, leader=False, landed=landed)
+                own = threading.Event()
+                self._flying[key] = own
+                return Flight(leader=True, landed=False, land=lambda: self._land(key, own))
+        return Flight(leader=False, landed=flying.wait(timeout))
 
-    def land(self, key: bytes, flight: Flight) -> None:
+    def _land(self, key: bytes, flying: threading.Event) -> None:
         with self._lock:
-            flying = self._flying.get(key)
-            if flying is None or flying[0] is not flight:
-                return
-            del self._flying[key]
-        flying[1].set()
+            if self._flying.get(key) is flying:
+                del self._flying[key]
+        flying.set()

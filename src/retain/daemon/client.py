@@ -24,6 +24,7 @@ import numpy as np
 
 from retain.block import Block, open_object, raw_layout
 from retain.cache import (
+    Flight,
     Hit,
     Ledger,
     Loaded,
@@ -287,16 +288,16 @@ class RemoteCache:
         reply = self._try(wire.Pin(b"".join(keys), False), wire.Done)
         return 0 if reply is None else reply.value
 
-    def flight(self, key: bytes, timeout: float) -> RemoteFlight:
+    def flight(self, key: bytes, timeout: float) -> Flight:
         """See Cache.flight. While the daemon is gone everyone leads."""
         link = self._alive()
         reply = self._try(wire.Fly(key, timeout), wire.Flying, timeout + CALL_SECONDS)
         if reply is None or link is None:
-            return RemoteFlight(True, False, lambda: None)
+            return Flight(leader=True, landed=False)
         number = reply.number
-        return RemoteFlight(
-            number > 0, reply.landed, lambda: self._tell(link, wire.Land(number)) if number else None
-        )
+        if not number:
+            return Flight(leader=False, landed=reply.landed)
+        return Flight(leader=True, landed=False, land=lambda: self._tell(link, wire.Land(number)))
 
     def flush(self, timeout: float = 60.0) -> bool:
         """See Cache.flush."""
@@ -558,29 +559,6 @@ class RemoteCache:
     def _failed(self, reason: str, error: object) -> None:
         self._ledger.failure(reason, error)
         self._alive()  # if the daemon is gone, begin to get it back now, not at the next request
-
-
-class RemoteFlight:
-    """See retain.cache.Flight."""
-
-    def __init__(self, leader: bool, landed: bool, land: Callable[[], None]) -> None:
-        self.leader = leader
-        self.landed = landed
-        self._land: Callable[[], None] | None = land
-
-    def land(self) -> None:
-        """The leader is done, well or not: followers go on. Idempotent."""
-        land, self._land = self._land, None
-        if land is not None:
-            land()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.land()
 
 
 def _candidate(told: wire.Candidate, query: Query) -> Candidate:
