@@ -439,6 +439,24 @@ def test_a_close_waits_for_no_one_and_breaks_no_call(tmp_path: Path) -> None:
         assert list((tmp_path / str(turn) / WRITING).iterdir()) == []
 
 
+def test_a_forked_process_that_closes_its_copy_leaves_the_parents_store_alone(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    held = locks(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store.write("abcdef", [b"child"])
+            store.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert locks(tmp_path) == held
+    assert read(store, "abcdef") == b"child"
+    store.close()
+    assert locks(tmp_path) == []
+
+
 def test_open_files_do_not_pile_up(tmp_path: Path) -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))

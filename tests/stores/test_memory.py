@@ -126,6 +126,26 @@ def test_a_view_is_the_object_itself_and_read_only() -> None:
     assert store.view("nothing") is None
 
 
+def test_places_are_told_apart_from_what_is_in_them() -> None:
+    store = MemoryStore(MIB)
+    store.write("one", [b"one"])
+    store.reserve("two", 5000)[:3] = b"two"
+    one, two = store.place("one"), store.place("two")
+    assert one is not None
+    assert two is not None
+    assert (one[1], two[1]) == (3, 5000)
+    assert two[0] % 4096 == 0
+    assert store.fd is not None
+    assert os.pread(store.fd, 3, one[0]) == b"one"
+    assert os.pread(store.fd, 3, two[0]) == b"two"
+    assert store.place("nothing") is None
+    reserved = store.reserved("two")
+    assert reserved is not None
+    assert reserved.readonly
+    assert bytes(reserved[:3]) == b"two"
+    assert store.reserved("one") is None
+
+
 def test_a_view_keeps_its_bytes_while_others_come_and_go() -> None:
     store = MemoryStore(8 * MIB)
     chance = random.Random(3)

@@ -50,6 +50,7 @@ class DiskStore:
         self._lock = threading.Lock()
         self._calls = 0
         self._closed = False
+        self._owner = os.getpid()
         with _translated(f"the directory {self.path} cannot be used"):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with ExitStack() as opened:
@@ -208,8 +209,9 @@ class DiskStore:
             return self._closed and self._calls == 0
 
     def _let_go(self) -> None:
-        with suppress(OSError):
-            os.unlink(f"{self._session}.lock", dir_fd=self._writing)
+        if os.getpid() == self._owner:  # not in a forked process, whose parent may still be writing
+            with suppress(OSError):
+                os.unlink(f"{self._session}.lock", dir_fd=self._writing)
         for descriptor in (self._session_lock, self._writing, self._objects):
             os.close(descriptor)
 

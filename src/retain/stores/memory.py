@@ -115,7 +115,7 @@ class MemoryStore:
             return None if held is None else self._bytes(held).toreadonly()
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """Where object or reservation `name` lies in the arena: (offset, size) in bytes; None if there is none."""
+        """Where object or reservation `name` lies in the arena: (offset, size) in bytes, or None."""
         with self._lock:
             held = self._objects.get(name) or self._reserved.get(name)
             return None if held is None else (held.offset, held.size)
@@ -227,7 +227,8 @@ class MemoryStore:
             )
         offset, idle = taken
         for start, length in idle:
-            self._map.madvise(mmap.MADV_REMOVE, start, length)
+            with suppress(OSError):  # the system then leaves the memory where it is; nothing is lost but that
+                self._map.madvise(mmap.MADV_REMOVE, start, length)
         return _Object(offset, size, time.time())
 
     def _keep(self, name: str, place: _Object) -> None:
