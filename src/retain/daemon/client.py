@@ -49,7 +49,7 @@ from . import wire
 
 log = logging.getLogger("retain.daemon")
 
-CALL_SECONDS = 5.0
+CALL_SECONDS = 2.0
 """How long an ordinary request may take before the daemon counts as gone."""
 
 CHAINS = 32
@@ -536,13 +536,13 @@ class RemoteCache:
             link.models[spec] = number
         return number
 
-    def _ask(self, link: Link, request: wire.Request, kind: type[R], timeout: float = CALL_SECONDS) -> R:
-        reply = link.call(request, timeout)
+    def _ask(self, link: Link, request: wire.Request, kind: type[R], timeout: float | None = None) -> R:
+        reply = link.call(request, CALL_SECONDS if timeout is None else timeout)
         if not isinstance(reply, kind):
             raise wire.WireError(_reason(reply))
         return reply
 
-    def _try(self, request: wire.Request, kind: type[R], timeout: float = CALL_SECONDS) -> R | None:
+    def _try(self, request: wire.Request, kind: type[R], timeout: float | None = None) -> R | None:
         link = self._alive()
         if link is None:
             return None
