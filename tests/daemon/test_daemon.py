@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -326,8 +327,9 @@ def test_a21_garbage_on_the_socket_harms_nobody(connect, runtime, garbage):
     cache = connect()
     with dial(runtime) as connection:
         connection.sendall(garbage)
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(1000)
+        with suppress(ConnectionResetError):
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1000)
     chain = chain_of(range(16))
     blocks = fill(cache, chain)
     assert same(read(cache, chain)[1], blocks)
@@ -363,8 +365,7 @@ def test_another_user_is_turned_away(connect, runtime):
     connect()
     sock = next(runtime.glob("*.sock"))
     for path in (sock, sock.parent, sock.parent.parent):
-        os.chmod(path, 0o777)
-    parents = list(sock.parents)
+        os.chmod(path, 0o777)  # noqa: S103 - the daemon's own check shall turn it away
     pid = os.fork()
     if pid == 0:
         try:
@@ -378,7 +379,7 @@ def test_another_user_is_turned_away(connect, runtime):
             os._exit(0)
         finally:
             os._exit(2)
-    assert os.waitpid(pid, 0)[1] == 0, parents
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_sockets_and_folders_are_the_owners_alone(connect, runtime):
@@ -487,17 +488,20 @@ def test_many_clients_over_a_small_arena_never_read_wrong_bytes(connect, tmp_pat
 def test_no_descriptor_is_left_open_by_clients_that_come_and_go(connect, runtime):
     first = connect()
     (pid,) = pids(runtime)
-    count = lambda: len(os.listdir(f"/proc/{pid}/fd"))  # noqa: E731
-    own = lambda: len(os.listdir("/proc/self/fd"))  # noqa: E731
+
+    def count():
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    def own():
+        return len(os.listdir("/proc/self/fd"))
+
     for _ in range(3):
         with connect() as client:
             client.state()
     before, mine = count(), own()
     for _ in range(30):
         with connect() as client:
-            fill(client, chain_of(range(16)), blocks=[]) if client.missing(
-                Query(chain_of(range(16)), SPEC)
-            ) else None
+            read(client, chain_of(range(16)))
     wait_for(lambda: count() <= before)
     assert own() <= mine
     assert first.state().sessions == 1
