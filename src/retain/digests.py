@@ -1,5 +1,4 @@
-"""Digests of files remembered by the files' identity, so that a model need not be read again to know which
-one it is."""
+"""Digests remembered by the identity of files, so that weights need not be read again to know them."""
 
 from __future__ import annotations
 

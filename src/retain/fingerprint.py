@@ -1,5 +1,4 @@
-"""Fingerprints: which weights made a KV. Kin for the same weights in any format, variant for these very
-weights.
+"""Fingerprints: kin, for the same weights in any format, and variant, for these very weights.
 
 The kin of a model is a digest of its config in canonical form and of 64 values of every weight tensor, spread
 over rows and columns, by Hugging Face names and row order, dequantised and rounded to bfloat16. The variant

@@ -1,5 +1,4 @@
-"""GGUF files: their settings as a transformers config, and their tensors by Hugging Face name, row order and
-value.
+"""GGUF files: settings as a transformers config, tensors by Hugging Face name, row order and value.
 
 Only the header is read when a file is opened; tensors are memory-mapped, and dequantised when their values
 are asked for.
@@ -7,8 +6,6 @@ are asked for.
 
 from __future__ import annotations
 
-import importlib
-import math
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -20,30 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from retain.errors import MissingDependency, UnsupportedModel
+from retain.errors import UnsupportedModel
 from retain.geometry import number
-
-Array = npt.NDArray[Any]
-
-_SCALARS = MappingProxyType(
-    {
-        0: "<u1",
-        1: "<i1",
-        2: "<u2",
-        3: "<i2",
-        4: "<u4",
-        5: "<i4",
-        6: "<f4",
-        7: "?",
-        10: "<u8",
-        11: "<i8",
-        12: "<f8",
-    }
-)
-_STRING, _ARRAY = 8, 9
-_F32, _F16, _BF16 = 0, 1, 30
-_PLAIN = MappingProxyType({_F32: 4, _F16: 2, _BF16: 2})
-_MAX_RANK = 4
+from retain.gguf_header import block_of, dequantised, read_header
 
 
 @dataclass(frozen=True)
@@ -71,17 +47,17 @@ class GgufTensor:
         """The values at these rows and columns; a vector is one row, and of more dimensions the last are
         columns."""
         stored = rows if self.rows is None else self.rows[rows]
-        width, size = _block(self.quantisation)
+        width, size = block_of(self.quantisation)
         lines = self.data.reshape(-1, self._columns // width, size)
         blocks = np.ascontiguousarray(lines[stored, columns // width])
-        values = _dequantise(blocks, self.quantisation)[np.arange(rows.size), columns % width]
+        values = dequantised(blocks, self.quantisation)[np.arange(rows.size), columns % width]
         return values.astype(np.float64) - self.offset
 
     def read(self) -> npt.NDArray[np.float32]:
         """All values, dequantised."""
-        width, size = _block(self.quantisation)
+        width, size = block_of(self.quantisation)
         lines = self.data.reshape(-1, self._columns // width * size)
-        values = _dequantise(lines if self.rows is None else lines[self.rows], self.quantisation)
+        values = dequantised(lines if self.rows is None else lines[self.rows], self.quantisation)
         if self.offset:
             values = values - np.float32(self.offset)
         return np.ascontiguousarray(values, np.float32).reshape(self.shape)
@@ -89,14 +65,6 @@ class GgufTensor:
     @property
     def _columns(self) -> int:
         return self.shape[-1]
-
-
-@dataclass(frozen=True)
-class _Stored:
-    shape: tuple[int, ...]
-    quantisation: int
-    start: int
-    size: int
 
 
 class GgufFile:
@@ -107,7 +75,7 @@ class GgufFile:
         self.path = path
         try:
             self._data = np.memmap(path, dtype=np.uint8, mode="r")
-            metadata, stored = _Reader(self._data).header()
+            metadata, stored = read_header(self._data)
         except (ValueError, TypeError, struct.error, ArithmeticError) as error:
             raise UnsupportedModel(
                 f"{path.name} is not a whole GGUF file of version 2 or 3: {error}"
@@ -326,122 +294,3 @@ _ARCHITECTURES = MappingProxyType(
         "gemma3": Architecture(_gemma3_config, MappingProxyType(_GEMMA3), interleaved=False, norm_offset=1.0),
     }
 )
-
-
-class _Reader:
-    """Walks the header. The vocabulary and the merges, half of most files' header, are counted and
-    skipped."""
-
-    def __init__(self, data: npt.NDArray[np.uint8]) -> None:
-        self._data = data
-        self._view = memoryview(data.data)
-        self._at = 0
-
-    def header(self) -> tuple[dict[str, Any], dict[str, _Stored]]:
-        if bytes(self._view[:4]) != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
-        version, tensors, settings = struct.unpack_from("<IQQ", self._view, 4)
-        if version not in (2, 3):
-            raise ValueError(f"its version is {version}")
-        self._at = 24
-        metadata = {}
-        for _ in range(settings):
-            name = self._text()
-            metadata[name] = self._value(self._unpack("<I"))
-        infos = [self._tensor() for _ in range(tensors)]
-        alignment = int(metadata.get("general.alignment", 32))
-        start = -(-self._at // alignment) * alignment
-        return metadata, {
-            name: _Stored(shape, kind, start + offset, _size(name, shape, kind))
-            for name, shape, kind, offset in infos
-        }
-
-    def _unpack(self, form: str) -> int:
-        (value,) = struct.unpack_from(form, self._view, self._at)
-        self._at += struct.calcsize(form)
-        return int(value)
-
-    def _text(self) -> str:
-        length = self._unpack("<Q")
-        if length > len(self._view) - self._at:
-            raise ValueError("a text in it is longer than the file")
-        text = bytes(self._view[self._at : self._at + length]).decode()
-        self._at += length
-        return text
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._text()
-        if kind == _ARRAY:
-            inner, count = self._unpack("<I"), self._unpack("<Q")
-            if inner == _STRING:
-                self._skip_texts(count)
-                return count
-            return self._numbers(inner, count).tolist()
-        return self._numbers(kind, 1).item()
-
-    def _numbers(self, kind: int, count: int) -> Array:
-        if kind not in _SCALARS:
-            raise ValueError(f"it has a value of the unknown type {kind}")
-        values = np.frombuffer(self._view, _SCALARS[kind], count, self._at)
-        self._at += values.nbytes
-        return values
-
-    def _skip_texts(self, count: int) -> None:
-        view, at, unpack = self._view, self._at, struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            at += 8 + unpack(view, at)[0]
-        self._at = at
-
-    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text()
-        rank = self._unpack("<I")
-        if not 1 <= rank <= _MAX_RANK:
-            raise ValueError(f"tensor {name} has {rank} dimensions")
-        shape = tuple(self._unpack("<Q") for _ in range(rank))
-        return name, shape[::-1], self._unpack("<I"), self._unpack("<Q")
-
-
-def _size(name: str, shape: tuple[int, ...], kind: int) -> int:
-    width, size = _block(kind)
-    if shape[-1] % width:
-        raise ValueError(
-            f"the rows of tensor {name} have {shape[-1]} numbers, no multiple of a block of {width}"
-        )
-    return math.prod(shape) // width * size
-
-
-def _block(kind: int) -> tuple[int, int]:
-    """Numbers and bytes in one block of a quantisation."""
-    if kind in _PLAIN:
-        return 1, _PLAIN[kind]
-    constants = _package("constants")
-    try:
-        width, size = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType(kind)]
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModel(
-            f"the quantisation with number {kind} is not known to the gguf package"
-        ) from error
-    return int(width), int(size)
-
-
-def _dequantise(data: Array, kind: int) -> npt.NDArray[np.float32]:
-    """The numbers in rows of blocks `[rows, bytes]`: `[rows, numbers]`."""
-    if kind == _F32:
-        return data.view("<f4")
-    if kind == _F16:
-        return data.view("<f2").astype(np.float32)
-    if kind == _BF16:
-        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    constants, quants = _package("constants"), _package("quants")
-    values = quants.dequantize(np.ascontiguousarray(data), constants.GGMLQuantizationType(kind))
-    return np.asarray(values, np.float32)
-
-
-def _package(module: str) -> Any:
-    try:
-        return importlib.import_module(f"gguf.{module}")
-    except ImportError as error:
-        raise MissingDependency(
-            "reading a quantised GGUF file needs the gguf package: pip install 'retain[transformers]'"
-        ) from error

@@ -1,5 +1,4 @@
-"""Writes the GGUF file of a tiny model as llama.cpp's converter would: names, row order of Q and K, offset
-norms."""
+"""Writes the GGUF file of a tiny model as llama.cpp's converter would."""
 
 from __future__ import annotations
 

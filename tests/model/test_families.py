@@ -1,7 +1,8 @@
-"""Every family whose layers Retain reads, end to end: a prompt read twice gives the logits of a model without
-a cache."""
+"""Every family whose layers Retain reads: a prompt read twice gives the logits of a full prefill."""
 
 from __future__ import annotations
+
+from contextlib import closing
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_a33_kept_kv_of_every_geometry_gives_the_logits_of_a_full_prefill(name: 
     tokens = torch.randint(0, 128, (1, length), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = model(input_ids=tokens).logits[0, -1]
-    with retain.open("memory:16MiB") as cache:
+    with closing(retain.open("memory:16MiB")) as cache:
         engine = attach(model, None, cache)
         for reused in (0, length // 16 * 16):
             found = engine.forward(tokens).logits[0, -1]

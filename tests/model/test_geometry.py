@@ -1,5 +1,4 @@
-"""Layers read from configs: equal to what the live cache holds, and equal whatever form the config comes
-in."""
+"""Layers read from configs: what the live cache holds, whatever form the config comes in."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -242,7 +243,7 @@ def test_a19_weights_changed_behind_an_attached_engine_are_not_answered_from_the
 
     model = tiny_model("llama-gqa")
     tokens = torch.arange(100)[None]
-    with retain.open("memory:16MiB") as cache:
+    with closing(retain.open("memory:16MiB")) as cache:
         engine = attach(model, None, cache)
         for found in (0, 96):
             engine.forward(tokens)

@@ -1,5 +1,4 @@
-"""Which model a live torch model is: its ModelSpec, from the config and the very parameters it computes
-with."""
+"""Which model a live torch model is: its spec, from its config and the parameters it computes with."""
 
 from __future__ import annotations
 
