@@ -318,7 +318,7 @@ def test_an_objects_name_says_what_it_is_and_reads_back():
         block.header.name.upper(),
         block.header.name + ".x",
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="not"):
             split_name(bad)
 
 

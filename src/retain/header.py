@@ -320,7 +320,7 @@ def layers_text(layers: tuple[LayerSpec, ...]) -> str:
 
 
 def layers_from_text(text: str) -> tuple[LayerSpec, ...]:
-    """The layers of a header's text. Raises InvalidObject, ValueError, UnsupportedModel or msgspec's errors."""
+    """The layers of a header's text. Raises InvalidObject, ValueError, UnsupportedModel or msgspec's own."""
     layers: list[LayerSpec] = []
     for count, kind, heads, k_dim, v_dim, window, rope in msgspec.json.decode(text, type=list[_LayerRow]):
         if not 1 <= count <= MAX_LAYERS - len(layers):

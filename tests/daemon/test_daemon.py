@@ -1,4 +1,4 @@
-"""The daemon outlives its clients, is met again after its own end, and is never the reason for a hang or wrong bytes."""
+"""The daemon outlives its clients, is met again after its end, and never causes a hang or wrong bytes."""
 
 import json
 import os
@@ -432,7 +432,7 @@ def test_metrics_and_health_are_served_when_asked_for(runtime, tmp_path):
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for(lambda: sock.exists())
+        wait_for(sock.exists)
         cache = RemoteCache(lambda: start.reach(sock))
         fill(cache, chain_of(range(16)))
         text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()

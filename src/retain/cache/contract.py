@@ -16,8 +16,8 @@ from .results import Hit, Loaded, Nearest, Query, Removed, Reservation, Stats, S
 
 
 class BlockCache(Protocol):
-    """Lookup, load, store, drop. What each promises is said in retain.cache.Cache; nothing here raises for trouble
-    with a store, and every wait has a deadline.
+    """Lookup, load, store, drop. What each promises is said in retain.cache.Cache; nothing here raises for
+    trouble with a store, and every wait has a deadline.
     """
 
     @property

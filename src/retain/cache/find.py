@@ -102,7 +102,7 @@ def continuation(query: Query, found: Found) -> Part | None:
 
 
 def nearest(chain: Chain, depth: int, continuations: Sequence[Tokens]) -> Nearest | None:
-    """The kept prompt that agrees longest with a chain of which `depth` blocks are kept; None if nothing is."""
+    """The kept prompt that agrees longest with a chain of which `depth` blocks are kept; None if none is."""
     start = depth * chain.block_tokens
     prompt = chain.tokens[start:]
     best = max(continuations, key=lambda tokens: common_length(prompt, tokens), default=None)
@@ -232,7 +232,7 @@ class Finder:
         return tuple(taken)
 
     def touch(self, parts: Sequence[Part]) -> None:
-        """Record a use. Used in one tier is used in all: else the copy below would age while memory serves."""
+        """Record a use, in all tiers: else the copy below would age while memory serves."""
         for tier in self._tiers:
             tier.touch(part.key for part in parts)
 
@@ -248,7 +248,7 @@ class Finder:
     # the nearest kept prompt
 
     def kept_path(self, keys: Sequence[bytes], root: bytes) -> tuple[int, list[Tokens]]:
-        """How many leading keys are kept, under any form, and the token ids of what is kept behind the last."""
+        """How many leading keys are kept, under any form, and the token ids of what lies behind the last."""
         depth = 0
         for key in keys:
             if not any(tier.holds(key) for tier in self._tiers):

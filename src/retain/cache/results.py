@@ -138,7 +138,7 @@ class Hit:
 
 
 def read_ticket(ticket: bytes, spec: ModelSpec, part: Slice | None) -> Hit:
-    """The hit that a ticket stands for, its lease somebody else's. Raises ValueError for bytes that are none."""
+    """The hit of a ticket, its lease somebody else's. Raises ValueError for bytes that are no ticket."""
     wanted = part or spec.whole
     try:
         handle, fidelity, rows = msgspec.msgpack.decode(ticket, type=_Ticket)

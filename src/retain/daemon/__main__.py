@@ -1,4 +1,4 @@
-"""The daemon as a program: `python -m retain.daemon`, started on demand, or by `retain daemon` and systemd."""
+"""The daemon as a program: `python -m retain.daemon`, started on demand, by `retain daemon` or systemd."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ class RemoteCache:
             self._tell(link, wire.Failure(reason, str(detail)))
 
     def stats(self) -> Stats:
-        """The daemon's counters and tiers, with this client's own failures; zeros while the daemon is gone."""
+        """The daemon's counters and tiers, with this client's failures; zeros while the daemon is gone."""
         own = self._ledger.failures()
         state = self.state()
         if state is None:
@@ -378,7 +378,8 @@ class RemoteCache:
             base, keep = known[0], _common(known[1], keys)
         while True:
             request = wire.Lookup(
-                model, number, base, keep, b"".join(keys[keep:]), chain.root, chain.block_tokens, query.wanted.text,
+                model, number, base, keep, b"".join(keys[keep:]), chain.root, chain.block_tokens,
+                query.wanted.text,
                 query.fidelity, query.tokens,
             )  # fmt: skip
             reply = link.call(request, CALL_SECONDS)

@@ -216,8 +216,11 @@ class Server:
         if in_use and not session.orderly:
             pidfd = _pidfd(session.pid)
             if pidfd is not None:
-                log.info("client %s (process %d) left without a word: what it had in use waits for the process to end",
-                         session.client, session.pid)  # fmt: skip
+                log.info(
+                    "client %s (process %d) left without a word: what it had in use waits for the process to end",
+                    session.client,
+                    session.pid,
+                )
                 with self._lock:
                     self._quarantine.append((pidfd, session))
                 return

@@ -66,7 +66,7 @@ def connect(
 
 
 def reach(path: Path) -> socket.socket:
-    """A connection to the daemon at `path`. Raises OSError; PermissionError when it belongs to somebody else."""
+    """A connection to the daemon at `path`. Raises OSError; PermissionError when it is somebody else's."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(5.0)

@@ -320,11 +320,12 @@ class Stop(Request, frozen=True):
 
 
 REQUESTS = (
-    Hello | Model | Lookup | Settle | Load | Release | Reserve | Commit | Abandon | Missing | Nearest | Drop | Clear
-    | Pin | Fly | Land | Flush | Stats | Count | Failure | Bye | Stop
+    Hello | Model | Lookup | Settle | Load | Release | Reserve | Commit | Abandon | Missing | Nearest | Drop
+    | Clear | Pin | Fly | Land | Flush | Stats | Count | Failure | Bye | Stop
 )  # fmt: skip
 REPLIES = (
-    Welcome | Refused | Done | Found | Blocks | Place | Kept | Indices | Continuations | Removed | Flying | State
+    Welcome | Refused | Done | Found | Blocks | Place | Kept | Indices | Continuations | Removed | Flying
+    | State
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
