@@ -14,8 +14,7 @@ import openai
 import pytest
 import uvicorn
 
-import retain
-from retain.cache import Cache
+from retain.cache import Cache, open_cache
 from retain.gateway.engine import Engine
 from retain.gateway.server import build_app
 
@@ -71,7 +70,7 @@ def _servers() -> Iterator[Serve]:
     ends: list[Callable[[], None]] = []
 
     def start(engine: Engine, **options: object) -> Served:
-        cache = retain.open("memory:16MiB")
+        cache = open_cache("memory:16MiB")
         app = build_app(engine, cache, "toy", **options)  # type: ignore[arg-type]
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(

@@ -8,15 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from retain.block import array_shapes, block_of, make_header
 from retain.errors import UnsupportedInput
 from retain.gateway.engine import Report
-from retain.identity import space_of
+from retain.identity import chain, space_of
 from tests.gateway.conftest import Serve, Served, eventually
 from tests.gateway.toy import CONTEXT, ToyEngine
 
@@ -674,3 +677,22 @@ def test_metrics_follow_the_conventions_of_prometheus(serve: Serve) -> None:
     assert families["retain_cache_lookups"].type == "counter"
     assert families["retain_tier_resident_bytes"].type == "gauge"
     assert families["retain_ttft_seconds"].type == "histogram"
+
+
+def test_a26_kv_of_another_variant_of_the_model_is_named_as_that(serve: Serve) -> None:
+    engine = ToyEngine()
+    served = serve(engine)
+    prompt = [65] * 300
+    request = chain(space_of(engine.spec.kin), prompt)
+    other = replace(engine.spec, variant=b"w" * 32)
+    header = make_header(other, space=request.space, parent=request.root, tokens=request.block(0), first=0)
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in array_shapes(header).items()}
+    assert served.cache.store(block_of(header, request.block(0), arrays)).kept
+    engine.report = Report(computed=300)
+    miss = completion(served, prompt=prompt).json()["retain"]["miss"]
+    assert miss["reason"] == "other_variant"
+    assert "256 tokens" in miss["words"]
+    salted = completion(served, prompt=prompt, cache_salt="x").json()["retain"]["miss"]
+    assert salted["reason"] == "nothing_kept", "another space is never looked into"
+    engine.report = Report(computed=300, found=256)
+    assert completion(served, prompt=prompt).json()["retain"]["miss"]["reason"] == "not_loaded"

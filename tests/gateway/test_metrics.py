@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import retain
 from retain.block import array_shapes, block_of, make_header
-from retain.cache import Cache, Query, Stats
+from retain.cache import Cache, Query, Stats, open_cache
 from retain.gateway.metrics import Meter
 from retain.gateway.waiting import Line
 from retain.identity import chain, space_of
@@ -41,7 +40,7 @@ def look(cache: Cache, tokens: list[int]) -> int:
 
 
 def test_a14_the_counters_of_the_cache_move_by_what_happened() -> None:
-    with retain.open("memory:1MiB") as cache:
+    with open_cache("memory:1MiB") as cache:
         meter = Meter(Line(1), cache.stats)
         before = values(meter)
         assert values(meter) == before, "reading moves nothing"
@@ -102,7 +101,7 @@ def test_before_there_is_a_cache_the_page_shows_the_server_alone() -> None:
     "ending", ["_total", "_seconds", "_bytes", "_objects", "_waiting", "_running", "_writes"]
 )
 def test_there_is_a_metric_of_each_kind(ending: str) -> None:
-    with retain.open("memory:1MiB") as cache:
+    with open_cache("memory:1MiB") as cache:
         page = Meter(Line(1), cache.stats).text().decode()
     names = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert any(name.endswith(ending) for name in names)

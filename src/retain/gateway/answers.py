@@ -35,7 +35,8 @@ class Account:
             "total_tokens": self.prompt_tokens + self.ending.generated,
             "prompt_tokens_details": {
                 "cached_tokens": self.ending.report.reused,
-                "cache_write_tokens": self.ending.report.written,
+                # Blocks that were written may reach into the answer; OpenAI's field is about the prompt.
+                "cache_write_tokens": min(self.ending.report.written, self.prompt_tokens),
             },
         }
 
@@ -58,6 +59,7 @@ class Account:
             "queued_seconds": _rounded(self.queued_seconds),
             "load_seconds": _rounded(report.load_seconds),
             "saved_seconds": _rounded(report.saved_seconds),
+            "written_tokens": report.written,
             "lost_tokens": report.lost,
             "miss": None if self.miss is None else asdict(self.miss),
         }

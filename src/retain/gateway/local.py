@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import retain
 from retain.address import TierAddress
-from retain.cache import Cache
+from retain.cache import Cache, open_cache
 from retain.engines import transformers as engines
 from retain.engines.transformers.loading import load
 from retain.errors import UnsupportedModel
@@ -23,7 +22,7 @@ def open_transformers(
     model: str, tiers: Sequence[str | TierAddress], *, policy: str, audit: float, dtype: str
 ) -> tuple[LocalEngine, Cache]:
     """Load a model and open the cache that it works on. Raises the RetainErrors of both."""
-    cache = retain.open(*tiers, policy=policy)
+    cache = open_cache(*tiers, policy=policy)
     try:
         loaded = load(model, dtype)
         engine = engines.attach(loaded.model, loaded.tokenizer, cache, audit=audit, spec=loaded.spec)

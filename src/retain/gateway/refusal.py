@@ -14,7 +14,7 @@ _TYPES = {
 }
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, not an error
+class Refusal(Exception):
     """A request that is not served: HTTP status, a sentence, and the field and code that clients read."""
 
     def __init__(

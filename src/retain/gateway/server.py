@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from retain.address import TierAddress
-from retain.cache import Cache
+from retain.cache import BlockCache
 from retain.errors import ConfigError
 from retain.gateway.app import application
 from retain.gateway.engine import Engine
@@ -29,7 +29,7 @@ FLUSH_SECONDS = 60.0
 CANCEL_SECONDS = 10.0
 """How long a cancelled generation may take to notice: one chunk of a prefill on a slow machine."""
 
-Opened = tuple[Engine, Cache]
+Opened = tuple[Engine, BlockCache]
 
 
 def run_server(
@@ -72,7 +72,12 @@ def run_server(
 
 
 def build_app(
-    engine: Engine, cache: Cache, name: str, *, api_keys: Mapping[str, str] | None = None, max_queue: int = 64
+    engine: Engine,
+    cache: BlockCache,
+    name: str,
+    *,
+    api_keys: Mapping[str, str] | None = None,
+    max_queue: int = 64,
 ) -> Starlette:
     """The application over a loaded engine, for any ASGI server. The caller closes engine and cache."""
     service = Service(name, max_queue)
@@ -146,7 +151,7 @@ class _Loading:
         def load() -> None:
             try:
                 opened = self._open()
-            except Exception as error:  # noqa: BLE001 - raised again where the server ends
+            except Exception as error:
                 self.error = error
                 self._service.state = "failed"
                 log.error("loading %s failed: %s", self._service.name, error)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from retain.cache import Cache, Stats
+from retain.cache import BlockCache, Stats
 from retain.errors import UnsupportedInput
 from retain.gateway.answers import Account
 from retain.gateway.engine import Engine, Report, Sampling
@@ -45,7 +45,7 @@ class Loaded:
 
     engine: Engine
     tokenizer: Tokenizer
-    cache: Cache
+    cache: BlockCache
 
 
 class Service:
@@ -69,7 +69,7 @@ class Service:
             self._readers, partial(work, *arguments, **named)
         )
 
-    def ready(self, engine: Engine, cache: Cache) -> None:
+    def ready(self, engine: Engine, cache: BlockCache) -> None:
         """The model is loaded: requests are served from now on."""
         self._loaded = Loaded(engine, Tokenizer(engine.tokenizer), cache)
         if self.state == "loading":

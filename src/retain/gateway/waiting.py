@@ -14,11 +14,11 @@ from typing import Any
 log = logging.getLogger("retain.gateway")
 
 
-class Full(Exception):  # noqa: N818 - named as queue.Full is
+class Full(Exception):
     """As many requests wait as may."""
 
 
-class Closed(Exception):  # noqa: N818 - the same
+class Closed(Exception):
     """The line takes no more requests, for the server is stopping."""
 
 

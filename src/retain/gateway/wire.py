@@ -87,7 +87,7 @@ async def until_gone(
             task.cancel()
 
 
-class Gone(Exception):  # noqa: N818 - an event, not an error
+class Gone(Exception):
     """The client hung up."""
 
 
