@@ -18,7 +18,7 @@ import pytest
 from retain.block import cut
 from retain.cache import Query
 from retain.codecs import codec
-from retain.daemon import start, wire
+from retain.daemon import messages, start, wire
 from retain.daemon.client import RemoteCache
 from retain.errors import StoreUnavailable
 from retain.identity import salt_of
@@ -76,7 +76,7 @@ def test_a_growing_prompt_sends_only_what_is_new(connect, monkeypatch):
     fill(cache, chain_of(tokens))
     for length in (160, 176, 192, 100):
         cache.lookup(Query(chain_of(range(length)), SPEC)).release()
-    looked = [len(r.keys) // 32 for r in sent if isinstance(r, wire.Lookup)]
+    looked = [len(r.keys) // 32 for r in sent if isinstance(r, messages.Lookup)]
     assert looked == [10, 1, 1, 0]
     for other in range(100):  # the daemon forgets the first chain meanwhile
         cache.lookup(Query(chain_of([other + 1000] * 16), SPEC)).release()
@@ -169,7 +169,7 @@ def test_a_hit_of_the_old_daemon_loads_nothing_from_the_new_one(connect, runtime
 
 
 def test_a_daemon_that_hangs_costs_one_deadline_and_then_nothing(connect, runtime, monkeypatch):
-    monkeypatch.setattr("retain.daemon.client.CALL_SECONDS", 0.5)
+    monkeypatch.setattr("retain.daemon.link.CALL_SECONDS", 0.5)
     cache, chain = connect(), chain_of(range(64))
     fill(cache, chain)
     (pid,) = pids(runtime)
@@ -287,8 +287,8 @@ def test_what_a_client_wrote_is_verified_before_anyone_sees_it(connect):
     )  # fmt: skip
     link.writable[offset : offset + len(raw)] = raw
     link.writable[offset + len(raw) - 1] ^= 1
-    reply = link.call(wire.Commit(block.header.name), 5)
-    assert reply == wire.Kept(False, "failed")
+    reply = link.call(messages.Commit(block.header.name), 5)
+    assert reply == messages.Kept(False, "failed")
     assert read(cache, chain_of(range(16)))[0] == 0
     assert any("not intact" in reason for reason in cache.stats().failures)
 
@@ -303,9 +303,9 @@ def dial(runtime):
 def test_an_unknown_protocol_version_is_refused_with_both_named(connect, runtime):
     connect()
     with dial(runtime) as connection:
-        wire.send_request(connection, wire.Hello(99, "future", b""))
+        wire.send_request(connection, messages.Hello(99, "future", b""))
         _, reply, _ = wire.receive_reply(connection, time.monotonic() + 5)
-    assert isinstance(reply, wire.Refused)
+    assert isinstance(reply, messages.Refused)
     assert "version 1" in reply.reason
     assert "version 99" in reply.reason
 
@@ -339,23 +339,26 @@ def test_requests_that_make_no_sense_are_refused_one_by_one(connect, runtime):
     cache = connect()
     link = cache._link
     nonsense = [
-        wire.Lookup(99, 1, 0, 0, b"", b"r" * 32, 16, "l0-2_h0-1of1", "exact", 16),
-        wire.Lookup(1, 1, 0, 5, b"", b"r" * 32, 16, "l0-2_h0-1of1", "exact", 16),
-        wire.Lookup(1, 1, 0, 0, b"x" * 31, b"r" * 32, 16, "l0-2_h0-1of1", "exact", 16),
-        wire.Load(12345, 1, 1.0, True),
-        wire.Reserve("../../etc/passwd", 100),
-        wire.Reserve("x" * 1000, 100),
-        wire.Reserve(block_at(SPEC, chain_of(range(16))).header.name, 1 << 60),
-        wire.Commit("nobody reserved this"),
-        wire.Model(
-            1, wire.ModelWire("m", "a", '[[1000000000,"full",1,1,1,null,null]]', "float32", b"", b"", None)
+        messages.Lookup(99, 1, 0, 0, b"", b"r" * 32, 16, "l0-2_h0-1of1", "exact", 16),
+        messages.Lookup(1, 1, 0, 5, b"", b"r" * 32, 16, "l0-2_h0-1of1", "exact", 16),
+        messages.Lookup(1, 1, 0, 0, b"x" * 31, b"r" * 32, 16, "l0-2_h0-1of1", "exact", 16),
+        messages.Load(12345, 1, 1.0, True),
+        messages.Reserve("../../etc/passwd", 100),
+        messages.Reserve("x" * 1000, 100),
+        messages.Reserve(block_at(SPEC, chain_of(range(16))).header.name, 1 << 60),
+        messages.Commit("nobody reserved this"),
+        messages.Model(
+            1,
+            messages.ModelWire("m", "a", '[[1000000000,"full",1,1,1,null,null]]', "float32", b"", b"", None),
         ),
     ]
     for request in nonsense:
         reply = link.call(request, 5)
-        assert isinstance(reply, wire.Refused) or reply == wire.Kept(False, "failed") or reply.offset == -1, (
-            request
-        )
+        assert (
+            isinstance(reply, messages.Refused)
+            or reply == messages.Kept(False, "failed")
+            or reply.offset == -1
+        ), request
     assert read(cache, chain_of(range(16)))[0] == 0
     assert cache.connected
 
@@ -372,9 +375,9 @@ def test_another_user_is_turned_away(connect, runtime):
             os.setgid(65534)
             os.setuid(65534)
             with dial(runtime) as connection:
-                wire.send_request(connection, wire.Hello(wire.VERSION, "nobody", b""))
+                wire.send_request(connection, messages.Hello(messages.VERSION, "nobody", b""))
                 _, reply, _ = wire.receive_reply(connection, time.monotonic() + 5)
-            os._exit(0 if isinstance(reply, wire.Refused) and "user" in reply.reason else 1)
+            os._exit(0 if isinstance(reply, messages.Refused) and "user" in reply.reason else 1)
         except PermissionError:
             os._exit(0)
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from retain.block import Block
 from retain.header import BlockHeader
@@ -56,3 +57,9 @@ class BlockCache(Protocol):
     def stats(self) -> Stats: ...
 
     def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

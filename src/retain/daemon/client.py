@@ -8,13 +8,10 @@ remembered of the old.
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import socket
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -45,106 +42,17 @@ from retain.header import BlockHeader, layers_text
 from retain.identity import Chain
 from retain.model import ModelSpec, Slice
 
-from . import wire
+from . import link as session
+from . import messages, wire
+from .link import Link
 
 log = logging.getLogger("retain.daemon")
-
-CALL_SECONDS = 2.0
-"""How long an ordinary request may take before the daemon counts as gone."""
 
 CHAINS = 32
 RETRY_SECONDS = (0.05, 5.0)
 """The first and the longest pause between attempts to reach a daemon that is gone."""
 
-R = TypeVar("R", bound=wire.Reply)
-
-
-class Link:
-    """One session with one boot of the daemon: its connections, and the arena mapped."""
-
-    def __init__(self, dial: Callable[[], socket.socket], client: str) -> None:
-        self._dial = dial
-        self._client = client
-        self._idle: list[socket.socket] = []
-        self._lock = threading.Lock()
-        self._session = b""
-        self.alive = True
-        self.boot = b""
-        connection, welcome, fd = self._greet()
-        if fd is None:
-            connection.close()
-            raise wire.WireError("the daemon handed over no arena")
-        self._session = welcome.session
-        self.tiers = welcome.tiers
-        try:
-            self.readable = memoryview(mmap.mmap(fd, welcome.span, prot=mmap.PROT_READ))
-            self.writable = memoryview(mmap.mmap(fd, welcome.span))
-        except (OSError, ValueError) as error:
-            connection.close()
-            raise wire.WireError(f"the arena cannot be mapped: {error}") from error
-        finally:
-            os.close(fd)
-        self._idle.append(connection)
-        self.models: dict[ModelSpec, int] = {}
-        self.chains: OrderedDict[bytes, tuple[int, tuple[bytes, ...]]] = OrderedDict()
-        self.numbers = 0
-
-    def call(self, request: wire.Request, timeout: float) -> wire.Reply | None:
-        """Send a request and wait for its reply; None for a one-way message. Raises WireError."""
-        connection = self._take()
-        try:
-            wire.send_request(connection, request)
-            reply: wire.Reply | None = None
-            if not isinstance(request, wire.OneWay):
-                boot, reply, fd = wire.receive_reply(connection, time.monotonic() + timeout)
-                if fd is not None:
-                    os.close(fd)
-                if boot != self.boot:
-                    raise wire.WireError("another daemon answered")
-        except BaseException:
-            connection.close()
-            self.close()
-            raise
-        with self._lock:
-            if self.alive:
-                self._idle.append(connection)
-                return reply
-        connection.close()
-        return reply
-
-    def close(self) -> None:
-        """Give the session up. Blocks that are in use stay readable: the mapping lives as long as they do."""
-        with self._lock:
-            self.alive = False
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
-    def _take(self) -> socket.socket:
-        with self._lock:
-            if not self.alive:
-                raise wire.WireError("the daemon is gone")
-            if self._idle:
-                return self._idle.pop()
-        return self._greet()[0]
-
-    def _greet(self) -> tuple[socket.socket, wire.Welcome, int | None]:
-        connection = self._dial()
-        try:
-            connection.settimeout(CALL_SECONDS)
-            wire.send_request(connection, wire.Hello(wire.VERSION, self._client, self._session))
-            boot, reply, fd = wire.receive_reply(connection, time.monotonic() + CALL_SECONDS)
-            if isinstance(reply, wire.Refused):
-                raise wire.WireError(reply.reason)
-            if not isinstance(reply, wire.Welcome):
-                raise wire.WireError(f"the daemon greeted with {type(reply).__name__}")
-            if self.boot and boot != self.boot:
-                raise wire.WireError("another daemon answered")
-            self.boot = boot
-            return connection, reply, fd
-        except BaseException:
-            connection.close()
-            raise
+R = TypeVar("R", bound=messages.Reply)
 
 
 class RemoteCache:
@@ -189,7 +97,7 @@ class RemoteCache:
             if last is not None and len(parts) > len(found.parts):
                 index = next(i for i, each in enumerate(found.candidates) if each.key == last.key)
             tokens = sum(part.tokens for part in parts)
-            link.call(wire.Settle(reply.lease, used, index, tokens, total), CALL_SECONDS)
+            link.call(messages.Settle(reply.lease, used, index, tokens, total), session.CALL_SECONDS)
         except (wire.WireError, InvalidObject, ValueError) as error:
             self._failed("a lookup in the daemon failed", error)
             return nothing
@@ -197,7 +105,7 @@ class RemoteCache:
         for part in parts:
             kind = link.tiers[part.sources[0].tier][1]
             by_tier[kind] = by_tier.get(kind, 0) + part.tokens
-        lease = Lease(lambda: self._tell(link, wire.Release(reply.lease)) if parts else None)
+        lease = Lease(lambda: self._tell(link, messages.Release(reply.lease)) if parts else None)
         return Hit(query, parts, total, by_tier, lease, handle=reply.lease)
 
     def load(self, hit: Hit, *, timeout: float = 30.0) -> Loaded:
@@ -248,24 +156,24 @@ class RemoteCache:
         link = self._alive()
         if link is not None:
             try:
-                request = wire.Missing(
+                request = messages.Missing(
                     self._model(link, query.spec), b"".join(keys), query.wanted.text, query.fidelity
                 )
-                return self._ask(link, request, wire.Indices).values
+                return self._ask(link, request, messages.Indices).values
             except wire.WireError as error:
                 self._failed("a lookup in the daemon failed", error)
         return list(range(len(keys)))
 
     def nearest(self, chain: Chain) -> Nearest | None:
         """See Cache.nearest."""
-        reply = self._try(wire.Nearest(b"".join(chain.keys), chain.root), wire.Continuations)
+        reply = self._try(messages.Nearest(b"".join(chain.keys), chain.root), messages.Continuations)
         if reply is None:
             return None
         return nearest(chain, reply.depth, [np.frombuffer(tokens, "<u4") for tokens in reply.tokens])
 
     def drop(self, keys: Iterable[bytes]) -> Removed:
         """See Cache.drop."""
-        reply = self._try(wire.Drop(b"".join(keys)), wire.Removed, 60.0)
+        reply = self._try(messages.Drop(b"".join(keys)), messages.Removed, 60.0)
         return Removed() if reply is None else Removed(reply.objects, reply.bytes)
 
     def clear(self, *, tier: str | None = None, space: bytes | None = None) -> Removed:
@@ -275,47 +183,47 @@ class RemoteCache:
             raise ValueError(
                 f"this cache has no tier {tier!r}; it has {', '.join(each[0] for each in link.tiers)}"
             )
-        reply = self._try(wire.Clear(tier, space), wire.Removed, 300.0)
+        reply = self._try(messages.Clear(tier, space), messages.Removed, 300.0)
         return Removed() if reply is None else Removed(reply.objects, reply.bytes)
 
     def pin(self, keys: Iterable[bytes]) -> int:
         """See Cache.pin."""
-        reply = self._try(wire.Pin(b"".join(keys), True), wire.Done)
+        reply = self._try(messages.Pin(b"".join(keys), True), messages.Done)
         return 0 if reply is None else reply.value
 
     def unpin(self, keys: Iterable[bytes]) -> int:
         """See Cache.unpin."""
-        reply = self._try(wire.Pin(b"".join(keys), False), wire.Done)
+        reply = self._try(messages.Pin(b"".join(keys), False), messages.Done)
         return 0 if reply is None else reply.value
 
     def flight(self, key: bytes, timeout: float) -> Flight:
         """See Cache.flight. While the daemon is gone everyone leads."""
         link = self._alive()
-        reply = self._try(wire.Fly(key, timeout), wire.Flying, timeout + CALL_SECONDS)
+        reply = self._try(messages.Fly(key, timeout), messages.Flying, timeout + session.CALL_SECONDS)
         if reply is None or link is None:
             return Flight(leader=True, landed=False)
         number = reply.number
         if not number:
             return Flight(leader=False, landed=reply.landed)
-        return Flight(leader=True, landed=False, land=lambda: self._tell(link, wire.Land(number)))
+        return Flight(leader=True, landed=False, land=lambda: self._tell(link, messages.Land(number)))
 
     def flush(self, timeout: float = 60.0) -> bool:
         """See Cache.flush."""
-        reply = self._try(wire.Flush(timeout), wire.Done, timeout + CALL_SECONDS)
+        reply = self._try(messages.Flush(timeout), messages.Done, timeout + session.CALL_SECONDS)
         return reply is not None and bool(reply.value)
 
     def count(self, name: str, n: int = 1) -> None:
         """See Cache.count."""
         link = self._alive()
         if link is not None:
-            self._tell(link, wire.Count(name, n))
+            self._tell(link, messages.Count(name, n))
 
     def failure(self, reason: str, detail: object) -> None:
         """See Cache.failure."""
         self._ledger.failure(reason, detail)
         link = self._alive()
         if link is not None:
-            self._tell(link, wire.Failure(reason, str(detail)))
+            self._tell(link, messages.Failure(reason, str(detail)))
 
     def stats(self) -> Stats:
         """The daemon's counters and tiers, with this client's failures; zeros while the daemon is gone."""
@@ -329,13 +237,13 @@ class RemoteCache:
         }
         return Stats(state.counters, state.failures | own, tiers, state.pending)
 
-    def state(self) -> wire.State | None:
+    def state(self) -> messages.State | None:
         """The daemon's state, None while it is gone."""
-        return self._try(wire.Stats(), wire.State)
+        return self._try(messages.Stats(), messages.State)
 
     def stop_daemon(self) -> bool:
         """End the daemon; whether it was there to be ended."""
-        return self._try(wire.Stop(), wire.Done) is not None
+        return self._try(messages.Stop(), messages.Done) is not None
 
     @property
     def connected(self) -> bool:
@@ -352,7 +260,7 @@ class RemoteCache:
             link, self._link = self._link, None
         if link is not None:
             with suppress(wire.WireError):
-                link.call(wire.Bye(), CALL_SECONDS)
+                link.call(messages.Bye(), session.CALL_SECONDS)
             link.close()
 
     def __enter__(self) -> Self:
@@ -365,7 +273,7 @@ class RemoteCache:
 
     # lookup and load in parts
 
-    def _look(self, link: Link, query: Query) -> wire.Found:
+    def _look(self, link: Link, query: Query) -> messages.Found:
         chain = query.chain
         keys = chain.keys[: -(-query.tokens // chain.block_tokens)]
         model = self._model(link, query.spec)
@@ -377,16 +285,16 @@ class RemoteCache:
         if known is not None:
             base, keep = known[0], _common(known[1], keys)
         while True:
-            request = wire.Lookup(
+            request = messages.Lookup(
                 model, number, base, keep, b"".join(keys[keep:]), chain.root, chain.block_tokens,
                 query.wanted.text,
                 query.fidelity, query.tokens,
             )  # fmt: skip
-            reply = link.call(request, CALL_SECONDS)
-            if isinstance(reply, wire.Refused) and keep:
+            reply = link.call(request, session.CALL_SECONDS)
+            if isinstance(reply, messages.Refused) and keep:
                 base = keep = 0  # the daemon has forgotten the earlier chain
                 continue
-            if not isinstance(reply, wire.Found):
+            if not isinstance(reply, messages.Found):
                 raise wire.WireError(_reason(reply))
             if keys:
                 with self._lock:
@@ -396,7 +304,7 @@ class RemoteCache:
                         link.chains.popitem(last=False)
             return reply
 
-    def _parts(self, query: Query, reply: wire.Found, link: Link) -> tuple[Part, ...]:
+    def _parts(self, query: Query, reply: messages.Found, link: Link) -> tuple[Part, ...]:
         size = query.chain.block_tokens
         if len(reply.parts) > len(query.chain.keys) + 1 or any(
             tier >= len(link.tiers) for tier, _ in reply.parts
@@ -426,13 +334,13 @@ class RemoteCache:
     def _load(self, link: Link, hit: Hit, timeout: float) -> tuple[list[Block], tuple[Lease, ...]]:
         model = self._model(link, hit.query.spec)
         owned = int(hit.query.chain.tokens.size) > 0  # a claimed hit's lease is its looker's
-        reply = link.call(wire.Load(hit.handle, model, timeout, owned), timeout + CALL_SECONDS)
+        reply = link.call(messages.Load(hit.handle, model, timeout, owned), timeout + session.CALL_SECONDS)
         if owned:
             hit.lease.forget()
-        if not isinstance(reply, wire.Blocks):
+        if not isinstance(reply, messages.Blocks):
             raise wire.WireError(_reason(reply))
         want = Want(hit.query.spec, hit.query.fidelity)
-        lease = Lease(lambda: self._tell(link, wire.Release(reply.lease)))
+        lease = Lease(lambda: self._tell(link, messages.Release(reply.lease)))
         blocks: list[Block] = []
         bases: list[object] = []
         try:
@@ -460,7 +368,7 @@ class RemoteCache:
         layout = raw_layout(header)
         name = header.name
         try:
-            place = self._ask(link, wire.Reserve(name, layout.size), wire.Place)
+            place = self._ask(link, messages.Reserve(name, layout.size), messages.Place)
         except wire.WireError as error:
             self._failed("a block could not be placed in the daemon's arena", error)
             return StoreResult(False, "failed")
@@ -472,14 +380,14 @@ class RemoteCache:
 
         def abandon() -> None:
             if state.pop("open", False):
-                self._tell(link, wire.Abandon(name))
+                self._tell(link, messages.Abandon(name))
 
         def commit() -> StoreResult:
             if not state.pop("open", False):
                 return StoreResult(False, "failed")
             try:
                 layout.write_header(buffer)
-                kept = self._ask(link, wire.Commit(name), wire.Kept)
+                kept = self._ask(link, messages.Commit(name), messages.Kept)
             except wire.WireError as error:
                 self._failed("a block could not be committed to the daemon", error)
                 return StoreResult(False, "failed")
@@ -524,7 +432,7 @@ class RemoteCache:
         number = link.models.get(spec)
         if number is None:
             number = len(link.models) + 1
-            told = wire.ModelWire(
+            told = messages.ModelWire(
                 spec.name,
                 spec.architecture,
                 layers_text(spec.layers),
@@ -533,17 +441,17 @@ class RemoteCache:
                 spec.variant,
                 spec.adapter,
             )
-            self._ask(link, wire.Model(number, told), wire.Done)
+            self._ask(link, messages.Model(number, told), messages.Done)
             link.models[spec] = number
         return number
 
-    def _ask(self, link: Link, request: wire.Request, kind: type[R], timeout: float | None = None) -> R:
-        reply = link.call(request, CALL_SECONDS if timeout is None else timeout)
+    def _ask(self, link: Link, request: messages.Request, kind: type[R], timeout: float | None = None) -> R:
+        reply = link.call(request, session.CALL_SECONDS if timeout is None else timeout)
         if not isinstance(reply, kind):
             raise wire.WireError(_reason(reply))
         return reply
 
-    def _try(self, request: wire.Request, kind: type[R], timeout: float | None = None) -> R | None:
+    def _try(self, request: messages.Request, kind: type[R], timeout: float | None = None) -> R | None:
         link = self._alive()
         if link is None:
             return None
@@ -553,16 +461,16 @@ class RemoteCache:
             self._failed("a request to the daemon failed", error)
             return None
 
-    def _tell(self, link: Link, message: wire.OneWay) -> None:
+    def _tell(self, link: Link, message: messages.OneWay) -> None:
         with suppress(wire.WireError):  # a daemon that is gone has nothing left to be told
-            link.call(message, CALL_SECONDS)
+            link.call(message, session.CALL_SECONDS)
 
     def _failed(self, reason: str, error: object) -> None:
         self._ledger.failure(reason, error)
         self._alive()  # if the daemon is gone, begin to get it back now, not at the next request
 
 
-def _candidate(told: wire.Candidate, query: Query) -> Candidate:
+def _candidate(told: messages.Candidate, query: Query) -> Candidate:
     tokens = np.frombuffer(told.tokens, "<u4")
     return Candidate(told.key, tokens, told.media, Source(told.tier, 0, query.wanted, told.size))
 
@@ -579,8 +487,10 @@ def _common(known: Sequence[bytes], keys: Sequence[bytes]) -> int:
     return low
 
 
-def _reason(reply: wire.Reply | None) -> str:
-    return reply.reason if isinstance(reply, wire.Refused) else f"the daemon answered {type(reply).__name__}"
+def _reason(reply: messages.Reply | None) -> str:
+    return (
+        reply.reason if isinstance(reply, messages.Refused) else f"the daemon answered {type(reply).__name__}"
+    )
 
 
 def _end_with_last(bases: Sequence[object], lease: Lease) -> None:

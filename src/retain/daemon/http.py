@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from .messages import State
 from .server import Server
-from .wire import State
 
 
 def serve_http(server: Server, port: int) -> ThreadingHTTPServer:
@@ -19,9 +19,9 @@ def serve_http(server: Server, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/metrics":
-                self._answer("".join(metrics(server.state())), "text/plain; version=0.0.4")
+                self._answer("".join(metrics(server.desk.state())), "text/plain; version=0.0.4")
             elif self.path == "/health":
-                state = server.state()
+                state = server.desk.state()
                 health = {
                     "status": "ok",
                     "pid": state.pid,

@@ -1,0 +1,106 @@
+"""A client's link to one boot of the daemon: its session, its connections, and the arena mapped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from retain.model import ModelSpec
+
+from . import messages, wire
+
+CALL_SECONDS = 2.0
+"""How long an ordinary request may take before the daemon counts as gone."""
+
+
+class Link:
+    """One session with one boot of the daemon: its connections, and the arena mapped."""
+
+    def __init__(self, dial: Callable[[], socket.socket], client: str) -> None:
+        self._dial = dial
+        self._client = client
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._session = b""
+        self.alive = True
+        self.boot = b""
+        connection, welcome, fd = self._greet()
+        if fd is None:
+            connection.close()
+            raise wire.WireError("the daemon handed over no arena")
+        self._session = welcome.session
+        self.tiers = welcome.tiers
+        try:
+            self.readable = memoryview(mmap.mmap(fd, welcome.span, prot=mmap.PROT_READ))
+            self.writable = memoryview(mmap.mmap(fd, welcome.span))
+        except (OSError, ValueError) as error:
+            connection.close()
+            raise wire.WireError(f"the arena cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+        self._idle.append(connection)
+        self.models: dict[ModelSpec, int] = {}
+        self.chains: OrderedDict[bytes, tuple[int, tuple[bytes, ...]]] = OrderedDict()
+        self.numbers = 0
+
+    def call(self, request: messages.Request, timeout: float) -> messages.Reply | None:
+        """Send a request and wait for its reply; None for a one-way message. Raises WireError."""
+        connection = self._take()
+        try:
+            wire.send_request(connection, request)
+            reply: messages.Reply | None = None
+            if not isinstance(request, messages.OneWay):
+                boot, reply, fd = wire.receive_reply(connection, time.monotonic() + timeout)
+                if fd is not None:
+                    os.close(fd)
+                if boot != self.boot:
+                    raise wire.WireError("another daemon answered")
+        except BaseException:
+            connection.close()
+            self.close()
+            raise
+        with self._lock:
+            if self.alive:
+                self._idle.append(connection)
+                return reply
+        connection.close()
+        return reply
+
+    def close(self) -> None:
+        """Give the session up. Blocks that are in use stay readable: the mapping lives as long as they do."""
+        with self._lock:
+            self.alive = False
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _take(self) -> socket.socket:
+        with self._lock:
+            if not self.alive:
+                raise wire.WireError("the daemon is gone")
+            if self._idle:
+                return self._idle.pop()
+        return self._greet()[0]
+
+    def _greet(self) -> tuple[socket.socket, messages.Welcome, int | None]:
+        connection = self._dial()
+        try:
+            connection.settimeout(CALL_SECONDS)
+            wire.send_request(connection, messages.Hello(messages.VERSION, self._client, self._session))
+            boot, reply, fd = wire.receive_reply(connection, time.monotonic() + CALL_SECONDS)
+            if isinstance(reply, messages.Refused):
+                raise wire.WireError(reply.reason)
+            if not isinstance(reply, messages.Welcome):
+                raise wire.WireError(f"the daemon greeted with {type(reply).__name__}")
+            if self.boot and boot != self.boot:
+                raise wire.WireError("another daemon answered")
+            self.boot = boot
+            return connection, reply, fd
+        except BaseException:
+            connection.close()
+            raise
