@@ -36,12 +36,12 @@ ARENA_BYTES = 96 << 20
 RESTARTS = 5
 
 
-def load_rows(folder: Path, rounds: int) -> tuple[list[dict[str, Value]], float]:
+def load_rows(folder: Path, rounds: int, prompts: int = PROMPTS) -> tuple[list[dict[str, Value]], float]:
     """Rows of loading from disk, and after a restart with the page cache cold and warm; the ratio."""
     tiers = (TierAddress("memory", capacity=ARENA_BYTES), TierAddress("disk", folder / "load"))
     queries = [
         Query(chain(space_of(SPEC.kin), np.random.default_rng(n).integers(0, 1 << 15, PROMPT_TOKENS)), SPEC)
-        for n in range(PROMPTS)
+        for n in range(prompts)
     ]
     with open_cache(*tiers) as cache:
         for query in queries:
@@ -51,7 +51,7 @@ def load_rows(folder: Path, rounds: int) -> tuple[list[dict[str, Value]], float]
         out = np.ones((PROMPT_TOKENS, SPEC.token_bytes), np.uint8)
 
         def load(turn: int) -> None:
-            query = queries[turn % PROMPTS]
+            query = queries[turn % prompts]
             with cache.load(cache.lookup(query, plan=False)) as loaded:
                 _copy_out(loaded, out)
                 if loaded.tokens_by_tier != {"disk": PROMPT_TOKENS}:
@@ -61,7 +61,7 @@ def load_rows(folder: Path, rounds: int) -> tuple[list[dict[str, Value]], float]
 
         moved = sum(path.stat().st_size for path in objects[0])
         found = interleaved(
-            {"retain": Contender(load), "bare": Contender(baseline.read)}, rounds, warmups=PROMPTS
+            {"retain": Contender(load), "bare": Contender(baseline.read)}, rounds, warmups=prompts
         )
     warm, bare = found["retain"], found["bare"]
     ratio = bare.cpu_seconds / warm.cpu_seconds
@@ -160,7 +160,7 @@ def _restart(
     bare: list[Sample] = []
     out = np.ones((PROMPT_TOKENS, SPEC.token_bytes), np.uint8)
     for turn in range(RESTARTS):
-        place = turn % PROMPTS
+        place = turn % len(queries)
         for path in (*objects[place], *map(Path, baseline.files[place])):
             (forget if page_cache == "cold" else Path.read_bytes)(path)
         caches: list[Cache] = []

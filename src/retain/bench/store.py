@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from retain.bench.clock import Contender, Sample, interleaved
 from retain.bench.files import read_file, write_file
-from retain.bench.load import load_rows
+from retain.bench.load import PROMPTS, load_rows
 from retain.bench.progress import Steps
 from retain.bench.report import Report, Value, new_figure
 from retain.stores.base import Store
@@ -45,8 +45,9 @@ def run(
     pool_bytes: int = POOL_BYTES,
     rounds: int = ROUNDS,
     ratio_size: int = RATIO_SIZE,
+    prompts: int = PROMPTS,
 ) -> Report:
-    """Measure in a temporary folder; `ratio_size` must be one of `sizes`."""
+    """Measure in a temporary folder. `ratio_size` is one of `sizes`; loading goes over `prompts` prompts."""
     rows: list[dict[str, Value]] = []
     ratios: dict[str, float] = {}
     with (
@@ -63,7 +64,7 @@ def run(
                     if size == ratio_size:
                         ratios[f"store.{tier}.{verb}"] = float(row["ratio"] or 0)
         steps.step("cache.load from disk", 0)
-        loading, ratio = load_rows(Path(folder), rounds)
+        loading, ratio = load_rows(Path(folder), rounds, prompts)
         steps.step("restart", 2)
         rows += loading
         ratios["store.cache.load"] = ratio
