@@ -20,7 +20,7 @@ def temporary(tmp_path, monkeypatch):
 
 
 def test_store_measures_both_tiers_and_loading(temporary):
-    report = store.run((64 << 10,), pool_bytes=1 << 20, rounds=2, ratio_size=64 << 10, prompts=3)
+    report = store.run((64 << 10,), pool_bytes=1 << 20, rounds=2, ratio_size=64 << 10, prompts=4)
     ratios = {"store.memory.get", "store.memory.put", "store.disk.get", "store.disk.put", "store.cache.load"}
     assert set(report.ratios) == ratios
     assert all(ratio > 0 for ratio in report.ratios.values())

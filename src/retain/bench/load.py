@@ -43,7 +43,8 @@ def load_rows(folder: Path, rounds: int, prompts: int = PROMPTS) -> tuple[list[d
         Query(chain(space_of(SPEC.kin), np.random.default_rng(n).integers(0, 1 << 15, PROMPT_TOKENS)), SPEC)
         for n in range(prompts)
     ]
-    with open_cache(*tiers) as cache:
+    # Plain LRU: gone round in order, what comes next is always what was evicted last.
+    with open_cache(*tiers, policy="lru") as cache:
         for query in queries:
             _keep(cache, query)
         objects = [_objects(folder / "load", query) for query in queries]
