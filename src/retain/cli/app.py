@@ -7,7 +7,21 @@ from typing import Annotated
 
 import typer
 
-from retain.cli import bench, clear, config, demo, doctor, ls, serve, show, stats, verify
+from retain.cli import (
+    bench,
+    clear,
+    config,
+    daemon,
+    demo,
+    doctor,
+    ls,
+    serve,
+    show,
+    stats,
+    status,
+    stop,
+    verify,
+)
 
 app = typer.Typer(
     help="Retain keeps what inference engines compute and throw away: the KV cache.",
@@ -31,6 +45,9 @@ def common(
 
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
+app.command("daemon")(daemon.daemon)
+app.command("status")(status.status)
+app.command("stop")(stop.stop)
 app.command("ls")(ls.ls)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)
