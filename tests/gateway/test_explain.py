@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -230,3 +231,10 @@ def test_any_two_prompts_can_be_explained(ours: str, theirs: str, reused: int, a
     if miss is not None and miss.text is not None and miss.kept_text is not None:
         assert len(miss.text) <= 96
         assert len(miss.kept_text) <= 96
+
+
+def test_a_long_line_made_to_be_slow_is_explained_at_once() -> None:
+    slow = "a-" * 20_000
+    began = time.monotonic()
+    why(head(f"{slow}x{slow}"), head(f"{slow}y{slow}"))
+    assert time.monotonic() - began < 2

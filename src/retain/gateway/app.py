@@ -28,6 +28,8 @@ from retain.gateway.wire import DONE, EventStream, Gone, JsonResponse, event, hu
 
 log = logging.getLogger("retain.gateway")
 
+LARGE_BYTES = 64 << 10
+
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -193,7 +195,8 @@ class _Paths:
         service = self._service
         tenant = self._tenant(request)
         body = await read_body(request)
-        ask = read(body)
+        # A large body takes longer to read than /health should have to wait.
+        ask = read(body) if len(body) < LARGE_BYTES else await service.aside(read, body)
         service.check_model(ask.model)
         prompt, wish = await service.aside(service.prepare, ask)
         job = service.submit(ask, tenant, prompt, wish, arrived)

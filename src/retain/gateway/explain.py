@@ -21,6 +21,9 @@ AFTER_TOKENS = 256
 PROBE = 24
 """Characters by which a message is found again: a short question has them, chance does not repeat them."""
 
+LINE = 256
+"""Characters on either side of a difference in which a date, number or identifier is looked for."""
+
 HEADER = 8
 """Characters before a message by which its beginning is known from a place within another."""
 
@@ -264,9 +267,9 @@ class _Difference:
         return None
 
     def _line(self, text: str) -> tuple[str, int]:
-        low = text.rfind("\n", 0, self.at) + 1
-        high = text.find("\n", self.at)
-        return text[low : high if high >= 0 else len(text)], low
+        low = max(text.rfind("\n", 0, self.at) + 1, self.at - LINE)
+        high = text.find("\n", self.at, self.at + LINE)
+        return text[low : high if high >= 0 else self.at + LINE], low
 
     def _shortened(self) -> tuple[str, str] | None:
         passages = self.prompt.passages

@@ -71,7 +71,9 @@ class Service:
 
     def ready(self, engine: Engine, cache: BlockCache) -> None:
         """The model is loaded: requests are served from now on."""
-        self._loaded = Loaded(engine, Tokenizer(engine.tokenizer), cache)
+        tokenizer = Tokenizer(engine.tokenizer)
+        tokenizer.warm()
+        self._loaded = Loaded(engine, tokenizer, cache)
         if self.state == "loading":
             self.state = "ok"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ from retain.identity import Tokens, as_tokens
 
 PATIENCE = 64
 """Tokens that an unfinished character may be waited for. A real one is complete after three more bytes."""
+
+UNFOUND = 64
+"""Messages that a template may have changed beyond recognition before the search for them is given up."""
 
 TOOLS_HEAD = (
     "# Tools\n\nYou may call one or more of these functions. "
@@ -84,6 +88,12 @@ class Tokenizer:
     def longest(self) -> int:
         """Characters of the longest token: no text of more than this times n characters has only n tokens."""
         return max(map(len, self._model.get_vocab()))
+
+    def warm(self) -> None:
+        """Do what the first request would wait for: the vocabulary's measures, the template's compilation."""
+        self.encode(f"{self.vocabulary} {self.longest}")
+        with suppress(Refusal):
+            self.chat([{"role": "user", "content": "."}], ())
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a plain prompt, with what the tokenizer puts before every text."""
@@ -159,7 +169,7 @@ class Tokenizer:
 def find_passages(text: str, messages: Sequence[dict[str, Any]], tools: Sequence[str]) -> tuple[Passage, ...]:
     """Where each message's content and the tools lie in the rendered text, as far as they are found."""
     found = []
-    at = 0
+    at = unfound = 0
     numbers: dict[str, int] = {}
     labels = {
         "system": "system prompt",
@@ -173,6 +183,9 @@ def find_passages(text: str, messages: Sequence[dict[str, Any]], tools: Sequence
         content = str(message["content"]).strip()
         start = text.find(content, at) if content else -1
         if start < 0:
+            unfound += bool(content)
+            if unfound > UNFOUND:
+                break
             continue
         at = start + len(content)
         number = "" if role == "system" and numbers[role] == 1 else f" {numbers[role]}"
