@@ -1,8 +1,8 @@
 """Audit: a share of hits is computed again while the model is idle, and compared with what was reused.
 
-Two computations of the same tokens differ by rounding, so the engine's own noise is measured first, once: the
-same prompt in two chunkings. What differs by more than ten times that was not computed by this model from
-these tokens.
+Two computations of the same tokens differ by rounding, so the engine's own noise is measured first: a prompt
+in two chunkings, once, and again when one comes that is twice as long. What differs by more than ten times
+that was not computed by this model from these tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from .session import Reused, Session
 
 log = logging.getLogger("retain.audit")
 
-CHUNKS = (512, 384)
+MOST_CHUNKS = (512, 384)
+LEAST_TOKENS = 64
+"""A shorter prompt says nothing about noise: it is computed in one way only."""
+
 FACTOR = 10.0
-FLOOR_ULPS = 4.0
+FLOOR_ULPS = 8.0
 """Differences below so many steps of the dtype, relative to the largest number, are never an alarm."""
 
 PATIENCE_SECONDS = 120.0
@@ -36,9 +39,10 @@ PATIENCE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Noise:
-    """Largest differences between two recomputations, relative to the largest number: of KV, and of
+    """Largest differences between two computations of a prompt, relative to the largest number: of KV, and of
     logits."""
 
+    tokens: int
     kv: float
     logits: float
 
@@ -97,7 +101,7 @@ class Auditor:
                 return
             try:
                 self._audit(session)
-            except Exception as error:  # noqa: BLE001 - nothing hangs on an audit
+            except Exception as error:
                 self._cache.failure("an audit could not be made", f"{type(error).__name__}: {error}")
             finally:
                 session.buffers.done()
@@ -105,19 +109,23 @@ class Auditor:
 
     def _audit(self, session: Session) -> None:
         tokens = session.chain.tokens
-        again = self._compute(tokens, CHUNKS[0])
+        chunks = [min(most, int(tokens.size) // parts + 1) for parts, most in enumerate(MOST_CHUNKS, 2)]
+        again = self._compute(tokens, chunks[0])
         if again is None:
             self._cache.count("audits_skipped")
             return
         fresh, logits = again
         noise = self.noise
-        if noise is None:
-            other = self._compute(tokens, CHUNKS[1])
+        if noise is None or noise.tokens < tokens.size // 2:
+            other = self._compute(tokens, chunks[1]) if tokens.size >= LEAST_TOKENS else None
             if other is None:
                 self._cache.count("audits_skipped")
                 return
             whole = Reused(b"", 0, int(tokens.size))
-            noise = self.noise = Noise(_distance(fresh, other[0], whole), _relative(logits, other[1]))
+            kv, far = _distance(fresh, other[0], whole), _relative(logits, other[1])
+            if noise is not None:
+                kv, far = max(kv, noise.kv), max(far, noise.logits)
+            noise = self.noise = Noise(int(tokens.size), kv, far)
         self._cache.count("audits")
         floor = FLOOR_ULPS * float(torch.finfo(fresh[0].k.dtype).eps)
         wrong = [

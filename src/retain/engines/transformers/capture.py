@@ -96,7 +96,7 @@ class Writer:
     def _guard(self, run: Callable[[], None]) -> None:
         try:
             run()
-        except Exception as error:  # noqa: BLE001 - nobody is there to catch it
+        except Exception as error:
             self._cache.failure("computed KV could not be stored", f"{type(error).__name__}: {error}")
 
 

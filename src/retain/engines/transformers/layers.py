@@ -39,6 +39,9 @@ class BufferPool:
         self._held = 0
         self._most = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferPool:
+        return self  # a copied cache takes its buffers from the same place
+
     @property
     def held_bytes(self) -> int:
         return self._held
@@ -225,14 +228,17 @@ class KeptSlidingLayer(KeptLayer, DynamicSlidingWindowLayer):  # type: ignore[no
     def _show(self, rows: Rows, before: int) -> tuple[Tensor, Tensor]:
         window = self.sliding_window
         shown = max(0, rows.stop - window + 1)
-        if self.record_past and self.keys is not None and self.keys.dim() == 4:
-            shown = max(rows.origin, before - self.keys.shape[2])
+        if self.record_past:
+            held = self.keys.shape[2] if self.keys is not None and self.keys.dim() == 4 else 0
+            shown = before - held
         self.keys, self.values = rows.view(shown, rows.stop)
         self._shown = self.keys
         self.cumulative_length = rows.stop
-        return rows.view(max(0, before - window + 1), rows.stop)
+        return rows.view(max(rows.origin, before - window + 1), rows.stop)
 
     def _first_needed(self, rows: Rows, length: int) -> int:
+        if self.record_past:
+            return rows.origin
         needed = length - self.sliding_window + 1
         return max(rows.origin, needed if self.hold is None else min(self.hold, needed))
 

@@ -131,7 +131,7 @@ class Requests:
         if session.recorder is not None:
             try:
                 session.recorder.advance(session.cache, session.tokens, computed)
-            except Exception as error:  # noqa: BLE001 - a failure to keep must not end the answer
+            except Exception as error:
                 session.recorder = None
                 self._cache.failure("computed KV could not be stored", f"{type(error).__name__}: {error}")
 
@@ -164,7 +164,7 @@ class Requests:
                     return flight
                 if left == 0:
                     return None
-        except Exception as error:  # noqa: BLE001 - a failure is a miss
+        except Exception as error:
             self._cache.failure("a flight could not be joined", f"{type(error).__name__}: {error}")
         return None
 
@@ -176,7 +176,7 @@ class Requests:
             self._writer.settle(SETTLE_SECONDS, keys)
             try:
                 cache, reused = self._load(request, keys)
-            except Exception as error:  # noqa: BLE001 - a failure is a miss
+            except Exception as error:
                 report.reused = {}
                 self._cache.failure("kept KV could not be used", f"{type(error).__name__}: {error}")
             report.lost = self._answers.lost(keys)
@@ -255,7 +255,7 @@ class Requests:
             if session.recorder is not None:
                 session.recorder.finish(session.cache, session.tokens, computed)
                 self._answers.remember(session.chain, as_tokens(session.tokens[:computed]))
-        except Exception as error:  # noqa: BLE001 - a failure to keep must not end the answer
+        except Exception as error:
             self._cache.failure("computed KV could not be stored", f"{type(error).__name__}: {error}")
         if session.reused and session.rows and random.random() < self._audit:
             self._auditor.offer(session)

@@ -17,7 +17,7 @@ from .layers import Rows
 from .report import Report
 
 
-class Cancelled(Exception):  # noqa: N818 - an event, not an error
+class Cancelled(Exception):
     """Raised inside a forward pass whose request was cancelled."""
 
 
@@ -47,6 +47,9 @@ class Watcher:
             raise Cancelled
         if self.progress is not None:
             self.progress(layer / self.layers)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Watcher:
+        return self  # it belongs to the request, not to the cache that a caller copies
 
     def end(self) -> None:
         """The prefill is done; what follows is not looked at."""
