@@ -7,12 +7,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
 #include "arena.hpp"
 #include "index.hpp"
+#include "pages.hpp"
 
 namespace nb = nanobind;
 
@@ -176,6 +178,84 @@ void bind_arena(nb::module_& module) {
         .def_prop_ro("idle", &Arena::idle);
 }
 
+using Table = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Checks an array and a range of tokens against a layout; the layout itself was checked when it was made.
+template <typename Array>
+std::pair<retain::Canonical, retain::TokenRange> checked(const retain::PageLayout& layout, const Array& array,
+                                                         const Table& table, std::size_t first, std::size_t start,
+                                                         std::size_t count) {
+    const auto item = static_cast<std::int64_t>(layout.item);
+    const std::size_t rows = *std::max_element(layout.rows.begin(), layout.rows.end()) + 1;
+    if (array.dtype().bits != 8 * layout.item || array.shape(0) < rows || array.shape(1) != layout.heads ||
+        array.shape(3) != layout.dim || array.stride(3) != 1 ||
+        array.stride(2) != static_cast<std::int64_t>(layout.dim)) {
+        throw std::invalid_argument("the array does not fit these pages: it must be [layers, " + std::to_string(layout.heads) +
+                                    ", tokens, " + std::to_string(layout.dim) + "] of " + std::to_string(layout.item) +
+                                    "-byte numbers, with each head's tokens together");
+    }
+    if (start > array.shape(2) || count > array.shape(2) - start) {
+        throw std::invalid_argument("the tokens lie beyond the array");
+    }
+    if (first > table.shape(0) * layout.page_tokens || count > table.shape(0) * layout.page_tokens - first) {
+        throw std::invalid_argument("the tokens lie beyond the table of pages");
+    }
+    for (std::size_t i = first / layout.page_tokens; i * layout.page_tokens < first + count; ++i) {
+        if (table.data()[i] < 0 || static_cast<std::size_t>(table.data()[i]) >= layout.pages) {
+            throw std::invalid_argument("the table names page " + std::to_string(table.data()[i]) + " of " +
+                                        std::to_string(layout.pages));
+        }
+    }
+    char* data = const_cast<char*>(static_cast<const char*>(static_cast<const void*>(array.data())));
+    return {{data, array.stride(0) * item, array.stride(1) * item}, {table.data(), first, start, count}};
+}
+
+void bind_pages(nb::module_& module) {
+    using retain::PageLayout;
+    using Writable = nb::ndarray<nb::ndim<4>, nb::device::cpu>;
+    using ReadOnly = nb::ndarray<nb::ro, nb::ndim<4>, nb::device::cpu>;
+    nb::class_<PageLayout>(module, "Pages")
+        .def(
+            "__init__",
+            [](PageLayout* place, std::vector<std::uintptr_t> bases, std::vector<std::size_t> rows, std::size_t pages,
+               std::size_t page_tokens, std::size_t heads, std::size_t dim, std::size_t item, std::ptrdiff_t page_stride,
+               std::ptrdiff_t head_stride, std::ptrdiff_t token_stride, std::ptrdiff_t dim_stride) {
+                if (bases.empty() || bases.size() != rows.size()) {
+                    throw std::invalid_argument("pages need at least one layer, and one row a layer");
+                }
+                if (pages == 0 || page_tokens == 0 || heads == 0 || dim == 0) {
+                    throw std::invalid_argument("pages, their tokens, heads and dimensions must be above zero");
+                }
+                if (item != 1 && item != 2 && item != 4) {
+                    throw std::invalid_argument("numbers must be of 1, 2 or 4 bytes, got " + std::to_string(item));
+                }
+                new (place) PageLayout{std::move(bases), std::move(rows), pages, page_tokens, heads, dim, item,
+                                       page_stride, head_stride, token_stride, dim_stride};
+            },
+            nb::kw_only(), nb::arg("bases"), nb::arg("rows"), nb::arg("pages"), nb::arg("page_tokens"), nb::arg("heads"),
+            nb::arg("dim"), nb::arg("item"), nb::arg("page_stride"), nb::arg("head_stride"), nb::arg("token_stride"),
+            nb::arg("dim_stride"))
+        .def(
+            "gather",
+            [](const PageLayout& layout, const Writable& array, const Table& table, std::size_t first, std::size_t start,
+               std::size_t count) {
+                const auto [canonical, range] = checked(layout, array, table, first, start, count);
+                const nb::gil_scoped_release released;
+                retain::gather(layout, canonical, range);
+            },
+            nb::arg("array").noconvert(), nb::arg("table").noconvert(), nb::arg("first"), nb::arg("start"), nb::arg("count"))
+        .def(
+            "scatter",
+            [](const PageLayout& layout, const ReadOnly& array, const Table& table, std::size_t first, std::size_t start,
+               std::size_t count) {
+                const auto [canonical, range] = checked(layout, array, table, first, start, count);
+                const nb::gil_scoped_release released;
+                retain::scatter(layout, canonical, range);
+            },
+            nb::arg("array").noconvert(), nb::arg("table").noconvert(), nb::arg("first"), nb::arg("start"),
+            nb::arg("count"));
+}
+
 // A buffer of Python's, held while it is worked on.
 class Buffer {
   public:
@@ -228,8 +308,11 @@ void populate(nb::handle buffer) {
 
 NB_MODULE(_native, module) {
     module.doc() = "The native part of retain.";
+    // Threads that run until the interpreter ends hold objects of this module: that is no leak worth a warning.
+    nb::set_leak_warnings(false);
     bind_index(module);
     bind_arena(module);
+    bind_pages(module);
     module.def("copy", &copy, nb::arg("target"), nb::arg("source"));
     module.def("populate", &populate, nb::arg("buffer"));
 }

@@ -130,6 +130,39 @@ class Arena:
     def idle(self) -> int:
         """Bytes that are free but still hold memory."""
 
+class Pages:
+    """Where the K, or the V, of some layers lies in the paged cache of an engine; all strides are in bytes.
+
+    `bases` are the addresses of each layer's first number, which must stay valid as long as this is used;
+    `rows` are the layers' rows in the canonical array `[layers, heads, tokens, dim]`. Both copies take `count`
+    tokens, from token `first` of the pages that `table` names, in order, and from token `start` of the array.
+    They run without the GIL. Raises ValueError for what does not fit; nothing was copied then.
+    """
+
+    def __init__(
+        self,
+        *,
+        bases: Sequence[int],
+        rows: Sequence[int],
+        pages: int,
+        page_tokens: int,
+        heads: int,
+        dim: int,
+        item: int,
+        page_stride: int,
+        head_stride: int,
+        token_stride: int,
+        dim_stride: int,
+    ) -> None: ...
+    def gather(
+        self, array: npt.NDArray[Any], table: npt.NDArray[np.int64], first: int, start: int, count: int
+    ) -> None:
+        """Copy from pages into the array."""
+    def scatter(
+        self, array: npt.NDArray[Any], table: npt.NDArray[np.int64], first: int, start: int, count: int
+    ) -> None:
+        """Copy from the array into pages."""
+
 def copy(target: Buffer, source: Buffer) -> None:
     """Copy bytes between contiguous buffers of equal size, without the GIL where they are large."""
 
