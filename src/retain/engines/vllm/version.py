@@ -1,0 +1,22 @@
+"""Which vLLM this connector was tested with. Another one is refused at start, with both versions named."""
+
+from __future__ import annotations
+
+import re
+
+from retain import __version__
+from retain.errors import ConfigError
+
+TESTED = ((0, 32), (0, 33))
+"""From this version on, and below that one."""
+
+
+def check(version: str) -> None:
+    """Raise ConfigError unless vLLM's version lies in the tested range."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    low, high = (".".join(map(str, bound)) for bound in TESTED)
+    if found is None or not TESTED[0] <= (int(found[1]), int(found[2])) < TESTED[1]:
+        raise ConfigError(
+            f"Retain {__version__} was tested with vLLM {low} up to, but not including, {high}; this is vLLM "
+            f"{version}, whose connector interface may differ. Install a matching pair"
+        )
