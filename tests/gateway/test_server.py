@@ -126,6 +126,8 @@ def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
 def test_settings_that_cannot_be_used_are_refused_before_the_port_opens() -> None:
     with pytest.raises(ConfigError, match="without API keys"):
         run_server("smollm2", [], host="0.0.0.0")
+    with pytest.raises(ConfigError, match="there is no model"):
+        run_server("no-such-model", [])
     with pytest.raises(ConfigError, match="NAME=KEY"):
         run_server("smollm2", [], api_keys=["nonsense"])
     with pytest.raises(ConfigError, match="log level"):

@@ -163,8 +163,7 @@ def about(subject: str, question: str = "What is this?") -> Any:
 def test_a20_answers_are_equal_cold_warm_streamed_and_after_a_restart_and_no_tenant_hits_anothers(
     server: Process,
 ) -> None:
-    """Cold, warm, restart; and A20: what one tenant's key keeps is never another's hit, in memory or on
-    disk."""
+    """Cold, warm, restart; and A20: what one tenant's key keeps is never another's hit, in any tier."""
     cold = ask(server, about("heaps"))
     assert (cold.cached, cold.retain["miss"]["reason"]) == (0, "nothing_kept")
     assert cold.written >= cold.prompt // 16 * 16

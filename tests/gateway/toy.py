@@ -20,8 +20,7 @@ CONTEXT = 4096
 
 
 class ToyTokenizer:
-    """One token a byte, two special tokens, and a chat template that places tools and messages like most
-    do."""
+    """One token a byte, two special tokens, and a chat template that places tools as most do."""
 
     chat_template = "{% for message in messages %}{{ tools }}{{ tool_calls }}"
     all_special_ids = (START, END)

@@ -40,9 +40,8 @@ class Report:
     """What a run read, computed and kept: the prompt's tokens by tier and computed, tokens newly written.
 
     `found` is what the cache had before the planner shortened it; `saved_seconds` what reading took less than
-    computing
-    would have, where that can be told. `lost` counts kept tokens of an earlier answer that this prompt
-    renders differently.
+    computing would have, where that can be told. `lost` counts kept tokens of an earlier answer that this
+    prompt renders differently.
     """
 
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)

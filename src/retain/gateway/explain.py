@@ -33,8 +33,7 @@ class Kept:
     """What the cache has that is nearest to the prompt: tokens in common, and the kept tokens from there on.
 
     `readable` is False when the nearest kept prompt was computed by another variant of the model, so that it
-    can be
-    compared and not used.
+    can be compared and not used.
     """
 
     common: int
@@ -47,8 +46,8 @@ class Miss:
     """Why tokens had to be computed. `reason` is one of the words in docs; `words` says it in a sentence.
 
     `index` is the first token that differs, `token` and `kept_token` its text here and in the kept prompt,
-    and `text` and
-    `kept_text` the same place with a little context. All are None where there is nothing to compare with.
+    and `text` and `kept_text` the same place with a little context. All are None where there is nothing to
+    compare with.
     """
 
     reason: str
@@ -67,8 +66,7 @@ def explain(
     """Why only `reused` tokens of the prompt could be used again; None where nothing that is kept was missed.
 
     `kept` is the nearest kept prompt before this one was stored, in the same space, so that an explanation
-    never shows
-    one tenant's text to another.
+    never shows one tenant's text to another.
     """
     total = int(prompt.tokens.size)
     if reused + TAIL_TOKENS >= total:

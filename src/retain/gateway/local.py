@@ -13,13 +13,14 @@ from retain.errors import UnsupportedModel
 from retain.gateway.engine import Report, Sampling, Step
 from retain.identity import Chain, Tokens
 from retain.model import ModelSpec
+from retain.models import Source
 
 SETTLE_SECONDS = 1.0
 """How long the end of an answer waits, at the most, to say how many tokens were kept."""
 
 
 def open_transformers(
-    model: str, tiers: Sequence[str | TierAddress], *, policy: str, audit: float, dtype: str
+    model: Source, tiers: Sequence[str | TierAddress], *, policy: str, audit: float, dtype: str
 ) -> tuple[LocalEngine, Cache]:
     """Load a model and open the cache that it works on. Raises the RetainErrors of both."""
     cache = open_cache(*tiers, policy=policy)

@@ -23,8 +23,7 @@ class Ask:
     """A request that is understood: the prompt in one of three forms, and how to answer.
 
     Exactly one of `messages`, `text` and `tokens` is set. `top_logprobs` None means that no log probabilities
-    are wanted.
-    `ignored` names the fields that were given and have no meaning here.
+    are wanted. `ignored` names the fields that were given and have no meaning here.
     """
 
     model: str

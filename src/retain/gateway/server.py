@@ -22,6 +22,7 @@ from retain.gateway.app import application
 from retain.gateway.engine import Engine
 from retain.gateway.service import Service
 from retain.gateway.tenants import Tenants, check_bind, read_api_keys
+from retain.models import PACKAGED, find
 
 log = logging.getLogger("retain.gateway")
 
@@ -53,21 +54,22 @@ def run_server(
     exit code.
 
     `api_keys` are texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the
-    model's name in
-    the API, by default its directory's or file's. `grace` is how many seconds running requests have to finish
-    when the
-    server is stopped. Raises ConfigError and the errors of loading the model.
+    model's name in the API, by default that of its directory or file. `grace` is how many seconds running
+    requests have to finish when the server is stopped. Raises ConfigError and the errors of loading the
+    model.
     """
     keys = read_api_keys(api_keys, api_key_file)
     check_bind(host, keys, allow_open)
+    source = find(model)
     write_log(log_level)
 
     def open_model() -> Opened:
         from retain.gateway.local import open_transformers
 
-        return open_transformers(model, tiers, policy=policy, audit=audit, dtype=dtype)
+        return open_transformers(source, tiers, policy=policy, audit=audit, dtype=dtype)
 
-    service = Service(served_name or Path(model).stem, max_queue)
+    name = served_name or (model.lower() if model.lower() in PACKAGED else source.name)
+    service = Service(name, max_queue)
     return serve(service, open_model, keys, host=host, port=port, grace=grace)
 
 

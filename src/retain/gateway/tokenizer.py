@@ -30,8 +30,7 @@ TOOLS_FOOT = (
     '<tool_call>\n{"name": <function name>, "arguments": <arguments as an object>}\n</tool_call>'
 )
 """How tools are told to a model whose template has no place for them: in the system message, in the form that
-most
-open models were trained on (Hermes, Qwen)."""
+most open models were trained on (Hermes, Qwen)."""
 
 
 class HuggingFaceTokenizer(Protocol):
