@@ -53,7 +53,7 @@ class Served:
         return 0.0
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     """Whether the condition comes to hold within so many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

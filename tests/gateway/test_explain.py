@@ -237,4 +237,4 @@ def test_a_long_line_made_to_be_slow_is_explained_at_once() -> None:
     slow = "a-" * 20_000
     began = time.monotonic()
     why(head(f"{slow}x{slow}"), head(f"{slow}y{slow}"))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5

@@ -83,7 +83,7 @@ def explain(
         return Miss(
             "not_loaded",
             f"{kept.common} tokens agree with a kept prompt, but only {reused} were used: the rest was "
-            "evicted, could not be read, or would have taken longer to load than to compute.",
+            "evicted, could not be read or restored, or would have taken longer to load than to compute.",
         )
     if kept.tokens.size == 0 or kept.common >= total:
         return None

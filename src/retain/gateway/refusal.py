@@ -50,12 +50,13 @@ def unavailable(message: str, retry_after: int) -> Refusal:
     return Refusal(503, message, code="unavailable", headers={"Retry-After": str(retry_after)})
 
 
-def too_long(prompt: int, wanted: int | None, context: int) -> Refusal:
+def too_long(prompt: int, wanted: int | None, context: int, *, at_least: bool = False) -> Refusal:
     """The refusal of a prompt that, with the tokens asked for, does not fit the model's context."""
+    has = "has at least" if at_least else "has"
     answer = "" if wanted is None else f" and {wanted} for the answer make {prompt + wanted}"
     return Refusal(
         400,
-        f"This model's maximum context length is {context} tokens. The prompt has {prompt} tokens{answer}, "
+        f"This model's maximum context length is {context} tokens. The prompt {has} {prompt} tokens{answer}, "
         f"which is too many: shorten the prompt or ask for a shorter answer.",
         param="messages" if wanted is None else "max_tokens",
         code="context_length_exceeded",

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -189,7 +189,7 @@ class Service:
             self._check_size(text, tokenizer, context)
             return Prompt(tokenizer.encode(text))
         if len(ask.messages) >= context:
-            raise too_long(len(ask.messages), None, context)
+            raise too_long(len(ask.messages), None, context, at_least=True)
         text = tokenizer.chat(ask.messages, ask.tools)
         self._check_size(text, tokenizer, context)
         return tokenizer.prompt_of_chat(text, ask.messages, ask.tools)
@@ -198,7 +198,7 @@ class Service:
         """Refuse a text that cannot fit without tokenising it, which takes seconds for megabytes."""
         least = len(text) // tokenizer.longest
         if least >= context:
-            raise too_long(least, None, context)
+            raise too_long(least, None, context, at_least=True)
 
     def _work(self, job: Job, ask: Ask, tenant: Tenant, prompt: Prompt, wish: Wish, arrived: float) -> None:
         if job.cancelled:
@@ -262,8 +262,10 @@ class Service:
         report = ending.report
         if ending.first_token_seconds is not None:
             try:
-                if kept is not None and report.found + TAIL_TOKENS <= kept.common:
-                    kept = Kept(kept.common, kept.tokens, readable=False)
+                # What this variant kept, the cache finds, unless a sliding layer cannot be restored from it.
+                whole = all(layer.window is None for layer in loaded.engine.spec.layers)
+                if whole and kept is not None and report.found + TAIL_TOKENS <= kept.common:
+                    kept = replace(kept, readable=False)
                 miss = explain(
                     prompt, kept, report.reused, lambda tokens: loaded.tokenizer.text(tokens, special=True)
                 )
