@@ -398,6 +398,21 @@ def test_a_client_that_hangs_up_ends_its_generation(server: Process) -> None:
     assert ended["retain_generated_tokens_total"] - before["retain_generated_tokens_total"] < 500
 
 
+def test_a_client_that_gives_up_during_a_long_prefill_ends_it(server: Process) -> None:
+    before = metrics(server)
+    client = server.served.openai("ann-secret").with_options(timeout=1.5)
+    with pytest.raises(openai.APITimeoutError):
+        client.chat.completions.create(
+            model="smollm2", messages=about("waiting", "word " * 6000), max_tokens=1
+        )
+    assert eventually(lambda: server.served.get("/health").json()["queue"]["running"] == 0, 10)
+    after = metrics(server)
+    name = 'retain_requests_total{finish="cancelled"}'
+    assert after[name] == before[name] + 1
+    for name in ("retain_generated_tokens_total", 'retain_prompt_tokens_total{source="computed"}'):
+        assert after[name] == before[name]
+
+
 def test_eight_clients_at_once_get_what_each_would_get_alone_and_health_answers_meanwhile(
     server: Process,
 ) -> None:
