@@ -191,9 +191,11 @@ class Scheduler:
     def finished(self, request: Any, tables: tuple[Sequence[int], ...]) -> None:
         """A request has ended; its blocks are about to be freed."""
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None:
-            self._finish(tracked, tables)
-        self._let_go(request.request_id)
+        try:
+            if tracked is not None:
+                self._finish(tracked, tables)
+        finally:
+            self._let_go(request.request_id)
 
     def reported(self, received: Iterable[str], report: Report | None) -> None:
         """What the workers finished."""

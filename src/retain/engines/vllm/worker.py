@@ -142,9 +142,15 @@ class Worker:
         if self._paged is None or not self._stores:
             self._saved.extend(save.job for save in saves)
             return
-        after = self._order.mark()
-        for save in saves:
-            self._saver.submit(self._save, save, after)
+        begun = 0
+        try:
+            after = self._order.mark()
+            for save in saves:
+                self._saver.submit(self._save, save, after)
+                begun += 1
+        except Exception as error:
+            self._fail("saves could not be begun", error)
+            self._saved.extend(save.job for save in saves[begun:])
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and those among them that failed."""

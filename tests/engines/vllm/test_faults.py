@@ -1,0 +1,244 @@
+"""Preemption, aborts, failed loads, late copies: whatever happens, vLLM's answers are those without Retain."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Answer, Engine, prompt, same
+
+POOL = 20
+"""Blocks of 128 tokens: far fewer than the prompts below need together."""
+
+OPTIONS: dict[str, Any] = {
+    "num_gpu_blocks_override": POOL,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 16,
+    "max_model_len": 1024,
+}
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Prompts of which half share their first 300 tokens, of lengths around block borders."""
+    source = random.Random(seed)
+    shared = prompt(300, seed)
+    lengths = [source.choice((200, 255, 256, 257, 400, 512, 513, 600)) for _ in range(count)]
+    return [
+        ([*shared, *prompt(length, seed + i)] if i % 2 else prompt(length, seed + i))[:length]
+        for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Callable[..., Engine], tiny_llama: Path) -> dict[str, list[Answer]]:
+    """The answers without a connector."""
+    engine = engines(tiny_llama, None, **OPTIONS)
+    found = {
+        "many": [engine.ask(each, tokens=24)[0] for each in prompts(16, 1)],
+        "long": [engine.ask(each, tokens=120)[0] for each in prompts(8, 2)],
+        "one": engine.ask(prompt(600, 3)),
+    }
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module", params=["own", "apc"])
+def engine(
+    request: pytest.FixtureRequest,
+    engines: Callable[..., Engine],
+    tiny_llama: Path,
+    plain: dict[str, list[Answer]],
+) -> Iterator[Engine]:
+    """With vLLM's own prefix cache off, and on."""
+    engine = engines(
+        tiny_llama, {"tiers": ["memory:256MiB"]}, enable_prefix_caching=request.param == "apc", **OPTIONS
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def clean(engine: Engine) -> Iterator[None]:
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    yield
+    engine.settle()
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are still held"
+    assert engine.cache.stats().tiers["memory"].leased == 0
+    assert not engine.worker._loading
+
+
+def agree(got: Sequence[Answer], wanted: Sequence[Answer]) -> None:
+    for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        assert same(one, other), f"answer {index}"
+
+
+def test_a9_preempted_requests_go_on_as_if_nothing_had_happened(
+    engine: Engine, plain: dict[str, list[Answer]]
+) -> None:
+    preempted = 0
+    scheduler = engine.core.scheduler
+    preempt = scheduler._preempt_request
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        nonlocal preempted
+        preempted += 1
+        preempt(*arguments, **options)
+
+    scheduler._preempt_request = counted
+    try:
+        for _ in range(2):
+            agree(engine.ask(*prompts(8, 2), tokens=120), plain["long"])
+    finally:
+        scheduler._preempt_request = preempt
+    assert preempted > 0
+
+
+def test_delays_around_every_copy_change_no_answer(
+    engine: Engine, plain: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = random.Random(4)
+    lock = threading.Lock()
+    paged = engine.worker._paged
+
+    def late(copy: Callable[..., None]) -> Callable[..., None]:
+        def wrapper(*arguments: Any) -> None:
+            with lock:
+                before, after = source.random() * 0.02, source.random() * 0.02
+            time.sleep(before)
+            copy(*arguments)
+            time.sleep(after)
+
+        return wrapper
+
+    monkeypatch.setattr(paged, "gather", late(paged.gather))
+    monkeypatch.setattr(paged, "scatter", late(paged.scatter))
+    monkeypatch.setattr("retain.engines.vllm.worker.AT_ONCE_TOKENS", 0)
+    for _ in range(3):
+        agree(engine.ask(*prompts(16, 1), tokens=24), plain["many"])
+    assert engine.cache.stats().counters["loaded_tokens"] > 0
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_a_load_that_ends_early_is_completed_by_computing(
+    engine: Engine, plain: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    agree(engine.ask(prompt(600, 3)), plain["one"])
+    engine.llm.reset_prefix_cache()
+    load = engine.cache.load
+
+    def short(hit: Any, **options: Any) -> Any:
+        loaded = load(hit, **options)
+        object.__setattr__(loaded, "blocks", loaded.blocks[:keep])
+        object.__setattr__(loaded, "lengths", loaded.lengths[:keep])
+        return loaded
+
+    monkeypatch.setattr(engine.cache, "load", short)
+    agree(engine.ask(prompt(600, 3)), plain["one"])
+    monkeypatch.undo()
+    engine.llm.reset_prefix_cache()
+    again = engine.ask(prompt(600, 3))
+    assert again[0].cached == 592
+    agree(again, plain["one"])
+
+
+def test_a_load_that_raises_is_answered_by_computing(
+    engine: Engine, plain: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agree(engine.ask(prompt(600, 3)), plain["one"])
+    engine.llm.reset_prefix_cache()
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OSError("the medium failed")
+
+    for name in ("load", "claim"):
+        monkeypatch.setattr(engine.cache, name, broken)
+        agree(engine.ask(prompt(600, 3)), plain["one"])
+        monkeypatch.undo()
+        engine.llm.reset_prefix_cache()
+    monkeypatch.setattr(engine.worker._paged, "scatter", broken)
+    agree(engine.ask(prompt(600, 3)), plain["one"])
+    assert engine.cache.stats().failures
+
+
+def test_what_leaves_the_cache_between_lookup_and_load_is_computed(
+    engine: Engine, plain: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.ask(prompt(600, 3))
+    engine.llm.reset_prefix_cache()
+    claim = engine.cache.claim
+
+    def emptied(*arguments: Any) -> Any:
+        hit = claim(*arguments)
+        engine.cache.clear()
+        return hit
+
+    monkeypatch.setattr(engine.cache, "claim", emptied)
+    agree(engine.ask(prompt(600, 3)), plain["one"])
+
+
+def test_hooks_that_raise_do_not_end_the_engine(
+    engine: Engine, plain: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a fault of ours")
+
+    engine.ask(prompt(600, 3))
+    engine.llm.reset_prefix_cache()
+    for owner, name in (
+        (engine.cache, "lookup"),
+        (engine.cache, "reserve"),
+        (engine.connector._scheduler, "_advance"),
+        (engine.connector._scheduler, "_finish"),
+        (engine.connector._scheduler, "sources"),
+        (engine.worker, "_store"),
+        (engine.worker._loaders, "submit"),
+    ):
+        monkeypatch.setattr(owner, name, broken)
+        monkeypatch.setattr("retain.engines.vllm.worker.AT_ONCE_TOKENS", 0)
+        agree(engine.ask(prompt(600, 3)), plain["one"])
+        monkeypatch.undo()
+        engine.llm.reset_prefix_cache()
+
+
+def test_requests_can_be_aborted_at_any_moment(
+    engine: Engine, plain: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    paged = engine.worker._paged
+    scatter = paged.scatter
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.01)
+        scatter(*arguments)
+
+    monkeypatch.setattr(paged, "scatter", slow)
+    monkeypatch.setattr("retain.engines.vllm.worker.AT_ONCE_TOKENS", 0)
+    texts = prompts(16, 1)
+    engine.ask(*texts, tokens=24)
+    engine.llm.reset_prefix_cache()
+    driver = engine.llm.llm_engine
+    source = random.Random(5)
+    parameters = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
+    for round_ in range(12):
+        names = [f"{round_}-{i}" for i in range(6)]
+        for name in names:
+            driver.add_request(name, {"prompt_token_ids": source.choice(texts)}, parameters)
+        for _ in range(source.randrange(0, 8)):
+            driver.step()
+        driver.abort_request(source.sample(names, 4))
+        for _ in range(source.randrange(0, 4)):
+            driver.step()
+        driver.abort_request(names)
+    engine.step(lambda: not engine.core.scheduler.has_requests())
+    assert not engine.core.scheduler.requests
+    monkeypatch.undo()
+    engine.llm.reset_prefix_cache()
+    agree(engine.ask(*texts, tokens=24), plain["many"])
