@@ -208,7 +208,7 @@ def test_a16_the_command_line_and_the_cache_need_none_of_the_optional_packages()
 
 
 def test_importing_the_package_loads_no_heavy_library() -> None:
-    heavy = ("torch", "transformers", "matplotlib", "starlette")
+    heavy = ("torch", "transformers", "matplotlib", "starlette", "numpy")
     script = f"import sys, retain.cli; print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
 
-from retain.codecs import CODECS
 from retain.errors import ConfigError
 
 MAX_BYTES = (1 << 63) - 1
@@ -78,13 +77,22 @@ def parse_tier(text: str) -> TierAddress:
         return TierAddress("memory", capacity=_capacity(text, place))
     capacity = options.get("capacity")
     codec = options.get("codec", "raw")
+    _check_codec(text, codec)
+    limit = None if capacity is None else _capacity(text, capacity)
+    return TierAddress("disk", Path(place).expanduser(), limit, codec)
+
+
+def _check_codec(text: str, codec: str) -> None:
+    if codec == "raw":
+        return
+    # Only where it is needed: codecs bring numpy, which would double the time of `retain --help`.
+    from retain.codecs import CODECS
+
     if codec not in CODECS:
         raise ConfigError(
             f"the tier {text!r} names the unknown codec {codec!r}; known are {', '.join(CODECS)}"
             + suggestion(codec, CODECS)
         )
-    limit = None if capacity is None else _capacity(text, capacity)
-    return TierAddress("disk", Path(place).expanduser(), limit, codec)
 
 
 def _read_options(text: str, kind: str, query: str) -> dict[str, str]:

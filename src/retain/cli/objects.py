@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from retain.address import TierAddress
 from retain.errors import ConfigError, InvalidObject
-from retain.header import MAX_HEADER_BYTES, BlockHeader, parse_frame
 from retain.stores.base import Store, StoredObject
+
+if TYPE_CHECKING:
+    from retain.header import BlockHeader
 
 FIRST_READ_BYTES = 1 << 14
 """Enough for the header of most models; a longer one takes a second read."""
@@ -71,6 +74,8 @@ def listed(tiers: Sequence[DiskTier]) -> Iterator[Listed]:
 
 def read_header(store: Store, stored: StoredObject) -> BlockHeader:
     """The header of one object. Raises InvalidObject."""
+    from retain.header import MAX_HEADER_BYTES, parse_frame
+
     data = read(store, stored.name, min(stored.size, FIRST_READ_BYTES))
     claimed = 8 + int.from_bytes(data[:8], "little")
     if len(data) < claimed <= min(stored.size, 8 + MAX_HEADER_BYTES):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -12,14 +12,15 @@ from rich.panel import Panel
 from rich.table import Column, Table
 
 from retain.bench.report import cell
-from retain.block import verify_object
 from retain.cli.objects import Listed, disk_tiers, listed, read
 from retain.cli.options import Json, Model, Tiers, settings
 from retain.cli.terminal import age, stdout
 from retain.errors import ConfigError, InvalidObject, RetainError
-from retain.header import BlockHeader
-from retain.identity import Tokens
 from retain.model import runs
+
+if TYPE_CHECKING:
+    from retain.header import BlockHeader
+    from retain.identity import Tokens
 
 SHOWN_TOKENS = 32
 """Token ids that are printed where there is no text."""
@@ -49,6 +50,8 @@ def show(
 
 
 def _show(each: Listed, model: str, as_json: bool) -> None:
+    from retain.block import verify_object
+
     try:
         frame, arrays = verify_object(read(each.tier.store, each.stored.name, each.stored.size))
     except InvalidObject as error:

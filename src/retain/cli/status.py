@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
@@ -16,8 +16,10 @@ from retain.bench.report import cell
 from retain.cli.daemons import client, sockets
 from retain.cli.options import Json, Tiers, settings
 from retain.cli.terminal import stdout
-from retain.daemon.client import RemoteCache
-from retain.daemon.messages import State
+
+if TYPE_CHECKING:
+    from retain.daemon.client import RemoteCache
+    from retain.daemon.messages import State
 
 REFRESH_SECONDS = 1.0
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from retain.block import decode
 from retain.cli.objects import disk_tiers, read
 from retain.cli.options import Json, Tiers, settings
 from retain.cli.terminal import BAD, stderr, stdout
@@ -56,6 +55,8 @@ def verify(context: typer.Context, tier: Tiers = None, delete: Delete = False, a
 
 def problem_of(store: Store, stored: StoredObject) -> str | None:
     """What is wrong with one object; None for an intact one."""
+    from retain.block import decode
+
     try:
         header = decode(read(store, stored.name, stored.size)).header
     except (InvalidObject, StoreUnavailable) as error:
