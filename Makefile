@@ -36,7 +36,7 @@ bench: $(VENV)/.ready
 
 deps:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server nginx-light iproute2 \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server nginx-light openssl iproute2 \
 	  || echo "the packages could not be installed; tests that need these services are skipped"; \
 	else \
 	  echo "not root, or no apt-get: tests that need redis-server or nginx are skipped where these are missing"; \

@@ -65,6 +65,46 @@ class Store(Protocol):
         """Let go of what the store holds open. Idempotent; calls after it raise StoreUnavailable."""
 
 
+@dataclass(frozen=True)
+class Health:
+    """The state of a remote store: `unknown` (not asked yet), `up` or `down`, why, and since when (seconds
+    since the epoch); seconds to the first byte of an answer and bytes a second as last estimated.
+    """
+
+    state: str
+    reason: str
+    since: float
+    latency: float | None
+    bandwidth: float | None
+    calls: int
+
+
+@runtime_checkable
+class Shared(Store, Protocol):
+    """A store that other hosts write to and remove from as well, so that no index of it here is complete.
+
+    Its server decides what is evicted. Every call has a deadline, and fails at once while the server is down.
+    """
+
+    @property
+    def writable(self) -> bool:
+        """Whether objects may be written and deleted here."""
+
+    @property
+    def lists(self) -> bool:
+        """Whether its objects are worth listing when it is opened, for asking for single ones is dear."""
+
+    @property
+    def wait(self) -> float:
+        """How many seconds an answer is waited for, by what is known of the way to the server."""
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """The size of each object, None where there is none or an empty one, all asked in one round trip."""
+
+    def health(self) -> Health:
+        """The state of the server, and of the way to it."""
+
+
 def check_name(name: str) -> str:
     """Return `name` if it is a valid object name, else raise ValueError."""
     if _NAME.fullmatch(name) is None:
