@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,6 +180,21 @@ def test_buffers_of_finished_requests_are_used_again(engine: Engine) -> None:
     for seed in range(3, 6):
         answer(engine, prompt(300, seed), 4)
     assert engine._host.pool.held_bytes == held
+
+
+def test_a_cache_that_its_caller_drops_is_gone_at_once(engine: Engine) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            given = engine.forward(torch.tensor([prompt(300)]))
+            kept = weakref.ref(given.output.cache)
+            del given
+            assert engine.settle()
+            answer(engine, prompt(20))
+            assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_the_model_is_left_as_it_was(model: Any, engine: Engine) -> None:

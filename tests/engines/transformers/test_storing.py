@@ -183,6 +183,12 @@ def test_changed_weights_are_another_model(cache: Cache) -> None:
             model.model.layers[1].self_attn.k_proj.weight[3] /= 2.0
         assert answer(engine, prompt(300))[1].reused_tokens == 299
 
+        late = engine.stream(prompt(290), Sampling(max_tokens=1))
+        with torch.no_grad():
+            model.model.layers[0].self_attn.v_proj.weight[3] *= 2.0
+        assert len(list(late)) == 1
+        assert late.report.reused_tokens == 0
+
 
 def test_requests_for_one_prompt_compute_it_once(cache: Cache) -> None:
     tokens = prompt(1030)

@@ -146,7 +146,7 @@ class Engine:
     ) -> Chain:
         """The keys of a prompt in its space: of this model and adapter, the tenant, and the request's own
         salt."""
-        return chain(self._space(tenant, salt), tokens)
+        return chain(space_of(self.spec.kin, self.spec.adapter, self._salt(tenant, salt)), tokens)
 
     def stream(
         self,
@@ -171,10 +171,9 @@ class Engine:
         chosen = sampling or Sampling()
         ends = self._host.end_tokens() if stop is None else frozenset(stop)
         watcher = Watcher(len(self._host.windows), _as_function(cancelled), progress)
-        self._host.refresh()
         request = Request(
             tokens=ids,
-            space=self._space(tenant, salt),
+            salt=self._salt(tenant, salt),
             usable=int(ids.size) - 1,
             room=min(chosen.max_tokens, MOST_ROOM),
             watcher=watcher,
@@ -299,14 +298,12 @@ class Engine:
         self, ids: Tokens, usable: int, room: int, tenant: str | None, salt: str | None, began: float
     ) -> Request:
         """A request that is answered in one call, which nobody cancels."""
-        self._host.refresh()
         report = self._last.report = Report(prompt_tokens=int(ids.size))
         watcher = Watcher(len(self._host.windows), _never)
-        return Request(ids, self._space(tenant, salt), usable, room, watcher, report, began)
+        return Request(ids, self._salt(tenant, salt), usable, room, watcher, report, began)
 
-    def _space(self, tenant: str | None, salt: str | None) -> bytes:
-        who = self.tenant if tenant is None else tenant
-        return space_of(self.spec.kin, self.spec.adapter, salt_of(who, salt))
+    def _salt(self, tenant: str | None, salt: str | None) -> bytes | None:
+        return salt_of(self.tenant if tenant is None else tenant, salt)
 
 
 class _Observer(LogitsProcessor):

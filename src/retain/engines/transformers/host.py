@@ -50,14 +50,17 @@ class Host:
         """The model as it was at the last `refresh`."""
         return self.geometry.spec
 
-    def refresh(self) -> None:
-        """See whether weights or adapters were changed: that is another model, whose KV is kept apart."""
+    def refresh(self) -> bool:
+        """Whether weights or adapters were changed since the last time: that is another model, whose KV is
+        kept apart."""
         with self._lock:
             stamp = self._weights_stamp()
-            if stamp != self._stamp:
-                self.geometry = Geometry(spec_of(self.model, self.spec.name))
-                self._watch = WeightWatch(self.model)
-                self._stamp = self._weights_stamp()
+            if stamp == self._stamp:
+                return False
+            self.geometry = Geometry(spec_of(self.model, self.spec.name))
+            self._watch = WeightWatch(self.model)
+            self._stamp = self._weights_stamp()
+            return True
 
     def empty_cache(self, room: int, watch: Watch | None = None) -> DynamicCache:
         """A cache for the model to fill, with room for so many tokens before it grows."""

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from retain.cache import Cache, Flight, Query
 from retain.errors import UnsupportedInput
-from retain.identity import Chain, Tokens, as_tokens, chain
+from retain.identity import Chain, Tokens, as_tokens, chain, space_of
 
 from .answers import Answers
 from .audit import Auditor
@@ -43,7 +43,7 @@ class Request:
     are expected to be generated. `began` is on the clock of perf_counter."""
 
     tokens: Tokens
-    space: bytes
+    salt: bytes | None
     usable: int
     room: int
     watcher: Watcher
@@ -81,7 +81,8 @@ class Requests:
             raise UnsupportedInput(
                 f"token {int(request.tokens.max())} is not in the model's vocabulary of {host.vocabulary}"
             )
-        keys = chain(request.space, request.tokens)
+        host.refresh()
+        keys = self._keys(request)
         if host.stable_tokens is not None and request.tokens.size > host.stable_tokens:
             request.report.bypass = (
                 f"beyond {host.stable_tokens} tokens the KV of this model depends on the prompt's length"
@@ -92,6 +93,8 @@ class Requests:
                 yield None
                 return
             try:
+                if host.refresh():  # another model than when it came
+                    keys = self._keys(request)
                 request.report.queue_seconds = time.perf_counter() - request.began
                 session = self._open(request, keys, flight)
                 try:
@@ -145,6 +148,10 @@ class Requests:
         self._auditor.close()
         self._writer.close(5 * SETTLE_SECONDS)
         self._restorers.shutdown()
+
+    def _keys(self, request: Request) -> Chain:
+        spec = self._host.spec
+        return chain(space_of(spec.kin, spec.adapter, request.salt), request.tokens)
 
     def _join_flight(self, keys: Chain, cancelled: Callable[[], bool]) -> Flight | None:
         """Lead the computation of the first missing block, or wait until whoever leads it has stored it."""

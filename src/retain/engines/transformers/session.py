@@ -62,7 +62,7 @@ class Shared:
     """Something that several parties use, taken back when the last of them is done."""
 
     def __init__(self, take_back: Callable[[], None]) -> None:
-        self._take_back = take_back
+        self._take_back: Callable[[], None] | None = take_back
         self._lock = threading.Lock()
         self._users = 1
 
@@ -73,9 +73,11 @@ class Shared:
     def done(self) -> None:
         with self._lock:
             self._users -= 1
-            last = self._users == 0
-        if last:
-            self._take_back()
+            take_back = None if self._users else self._take_back
+            if take_back is not None:
+                self._take_back = None  # what it refers to, in the end a whole cache, is not held any longer
+        if take_back is not None:
+            take_back()
 
 
 @dataclass
