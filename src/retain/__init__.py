@@ -10,16 +10,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "open"]
+DAEMON = "daemon"
+"""The word that, before tiers, has the node's daemon keep them."""
+
+__all__ = ["DAEMON", "__version__", "open"]
 
 
 def open(*tiers: str | TierAddress, policy: str = "lru-leaf") -> BlockCache:
-    """Open a cache over tiers, in the order they are asked: `open("memory:4GiB", "disk:PATH?capacity=50GiB")`.
+    """Open a cache over tiers, in the order they are asked, like "memory:4GiB" and "disk:PATH?capacity=50GiB".
 
-    With "daemon" as the first word it is the node's daemon that keeps the cache, started if need be, over the tiers
-    that follow or, if none do, those of the configuration. See `retain.cache.open_cache` and `retain.daemon.start`.
+    With "daemon" as the first word the node's daemon keeps the cache, started if need be, over the tiers that
+    follow or, if none do, those of the configuration. See `retain.cache.open_cache` and `retain.daemon.start`.
     """
-    if tiers and tiers[0] == "daemon":
+    if tiers and tiers[0] == DAEMON:
         from retain.config import resolve
         from retain.daemon.start import connect
 

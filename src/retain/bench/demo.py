@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retain.bench.report import Report, Value, new_figure
-from retain.bench.server import ServerProcess
+from retain.bench.server import OwnDaemons, ServerError, ServerProcess
 from retain.bench.texts import Program, program
 from retain.errors import MissingDependency
 
@@ -56,19 +56,23 @@ class Answer:
 def run(folder: Path, say: Say) -> Report:
     """Ask the questions of a server with a memory and a disk tier in `folder`, then of one without.
 
-    Every server started has ended when this returns or raises.
+    Every server and daemon started has ended when this returns or raises.
     """
     document = choose()
     say(f"the document: Python's {document.name} module, {document.tokens:,} tokens")
     tiers = [part for tier in TIERS for part in ("--tier", tier.format(folder=folder))]
     kept: list[Answer] = []
-    say("starting `retain serve smollm2` with a memory and a disk tier")
-    with ServerProcess(MODEL, tiers, folder) as server:
-        kept.extend(_ask_all(server, document, (0, 1), say))
-        say("stopping the server")
-    say("starting it again")
-    with ServerProcess(MODEL, tiers, folder) as server:
-        kept.extend(_ask_all(server, document, (2,), say))
+    say("starting `retain serve smollm2`; the node's daemon keeps a memory and a disk tier")
+    with OwnDaemons() as daemons:
+        with ServerProcess(MODEL, tiers, folder, daemons) as server:
+            kept.extend(_ask_all(server, document, (0, 1), say))
+            say("stopping the server")
+        say("stopping the daemon: what remains lies on disk")
+        if daemons.stop() != 1:
+            raise ServerError(f"the server kept its KV in no daemon; its log is {folder / 'server.log'}")
+        say("starting both again")
+        with ServerProcess(MODEL, tiers, folder, daemons) as server:
+            kept.extend(_ask_all(server, document, (2,), say))
     say("the same questions without Retain: starting `retain serve smollm2 --no-cache`")
     with ServerProcess(MODEL, ["--no-cache"], folder) as server:
         plain = list(_ask_all(server, document, (0, 1, 2), say))

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from retain.daemon.client import RemoteCache
+from retain.daemon.start import reach
+from retain.daemon.wire import WireError
 from retain.errors import RetainError
 
 READY_SECONDS = 600.0
@@ -26,6 +30,42 @@ STOP_SECONDS = 90.0
 """More than the server's own grace for running requests and for flushing to disk."""
 
 
+class OwnDaemons:
+    """A runtime folder of this run's own, so that its servers meet only their own daemon. A context manager."""
+
+    def __init__(self) -> None:
+        # Not below a folder of the user's choice: a socket's path has at most 108 bytes.
+        self._folder = tempfile.TemporaryDirectory(prefix="retain-run-")
+        self.environment = {"XDG_RUNTIME_DIR": self._folder.name}
+
+    def stop(self) -> int:
+        """End every daemon; how many there were."""
+        sockets = list((Path(self._folder.name) / "retain").glob("*.sock"))
+        return sum(_end_daemon(path) for path in sockets)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+
+def _end_daemon(path: Path) -> bool:
+    try:
+        with RemoteCache(lambda: reach(path), "bench") as daemon:
+            state = daemon.state()
+            ended = daemon.stop_daemon()
+    except (OSError, WireError):
+        return False
+    deadline = time.monotonic() + STOP_SECONDS
+    while state is not None and Path(f"/proc/{state.pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)  # it flushes what it has still to write
+    return ended
+
+
 class ServerError(RetainError):
     """The server did not start, or ended by itself; the text has the last lines of its log."""
 
@@ -33,7 +73,9 @@ class ServerError(RetainError):
 class ServerProcess:
     """A server of `model` on a free port of this machine's loopback, as a context manager."""
 
-    def __init__(self, model: str, options: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, model: str, options: Sequence[str], folder: Path, daemons: OwnDaemons | None = None
+    ) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = folder / "server.log"
@@ -42,10 +84,12 @@ class ServerProcess:
         config.touch()
         self._command = [sys.executable, "-m", "retain.cli", "--config", str(config), "serve", model]
         self._command += ["--port", str(self.port), *options]
+        self._environment = {} if daemons is None else daemons.environment
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RETAIN_")}
+        environment |= self._environment
         with self._log.open("ab") as log:
             # A process group of its own, so that stopping it reaches whatever it starts.
             self._process = subprocess.Popen(

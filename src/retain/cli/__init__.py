@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from retain.cli.app import app
-from retain.cli.terminal import INTERRUPTED, UNUSABLE, stderr
+from retain.cli.terminal import INTERRUPTED, TERMINATED, UNUSABLE, stderr
 from retain.errors import RetainError
 
 
 def main() -> None:
     """Run one command and exit: a RetainError is printed as its one sentence, without a traceback."""
+    # What a command started ends with it, since `finally` runs; serve and daemon bring handlers of their own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         app()
     except RetainError as error:

@@ -26,6 +26,9 @@ def serve(
         ),
     ] = None,
     tier: Tiers = None,
+    no_daemon: Annotated[
+        bool, typer.Option("--no-daemon", help="Keep the KV in this process, not in the node's daemon.")
+    ] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Serve without keeping any KV.")] = False,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.", show_default=False)] = None,
@@ -75,6 +78,7 @@ def serve(
         allow_open=allow_open,
         served_name=name,
         policy=chosen.policy,
+        daemon=not (no_daemon or no_cache),
         audit=chosen.audit,
         log_level=log_level,
     )

@@ -15,6 +15,7 @@ UNUSABLE = 2
 """The command could not do its work: a wrong setting, a missing dependency or file."""
 
 INTERRUPTED = 130
+TERMINATED = 143
 
 FILE_WIDTH = 160
 """Columns of a table that goes into a file or a pipe, where there is no terminal to ask for its width."""

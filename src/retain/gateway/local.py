@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import retain
 from retain.address import TierAddress
-from retain.cache import Cache, open_cache
+from retain.cache import BlockCache
 from retain.engines import transformers as engines
 from retain.engines.transformers.loading import load
 from retain.errors import UnsupportedModel
@@ -21,9 +22,9 @@ SETTLE_SECONDS = 1.0
 
 def open_transformers(
     model: Source, tiers: Sequence[str | TierAddress], *, policy: str, audit: float, dtype: str
-) -> tuple[LocalEngine, Cache]:
+) -> tuple[LocalEngine, BlockCache]:
     """Load a model and open the cache that it works on. Raises the RetainErrors of both."""
-    cache = open_cache(*tiers, policy=policy)
+    cache = retain.open(*tiers, policy=policy)
     try:
         loaded = load(model, dtype)
         engine = engines.attach(loaded.model, loaded.tokenizer, cache, audit=audit, spec=loaded.spec)

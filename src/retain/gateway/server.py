@@ -15,6 +15,7 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
+from retain import DAEMON
 from retain.address import TierAddress
 from retain.cache import BlockCache
 from retain.errors import ConfigError
@@ -43,6 +44,7 @@ def run_server(
     api_key_file: Path | None = None,
     served_name: str | None = None,
     policy: str = "lru-leaf",
+    daemon: bool = False,
     audit: float = 0.0,
     dtype: str = "float32",
     max_queue: int = 64,
@@ -53,10 +55,10 @@ def run_server(
     """Load `model` (a directory, a GGUF file, or `smollm2`), serve it until SIGTERM or SIGINT, return the
     exit code.
 
-    `api_keys` are texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the
-    model's name in the API, by default that of its directory or file. `grace` is how many seconds running
-    requests have to finish when the server is stopped. Raises ConfigError and the errors of loading the
-    model.
+    With `daemon` the node's daemon keeps the cache, started if need be; else this process does. `api_keys` are
+    texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the model's name in the
+    API, by default that of its directory or file. `grace` is how many seconds running requests have to finish
+    when the server is stopped. Raises ConfigError and the errors of loading the model.
     """
     keys = read_api_keys(api_keys, api_key_file)
     check_bind(host, keys, allow_open)
@@ -66,7 +68,9 @@ def run_server(
     def open_model() -> Opened:
         from retain.gateway.local import open_transformers
 
-        return open_transformers(source, tiers, policy=policy, audit=audit, dtype=dtype)
+        return open_transformers(
+            source, (DAEMON, *tiers) if daemon else tiers, policy=policy, audit=audit, dtype=dtype
+        )
 
     name = served_name or (model.lower() if model.lower() in PACKAGED else source.name)
     service = Service(name, max_queue)
