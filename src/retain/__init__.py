@@ -17,10 +17,10 @@ __all__ = ["DAEMON", "__version__", "open"]
 
 
 def open(*tiers: str | TierAddress, policy: str = "lru-leaf") -> BlockCache:
-    """Open a cache over tiers, in the order they are asked, like "memory:4GiB" and "disk:PATH?capacity=50GiB".
+    """Open a cache over tiers, in the order they are asked: "memory:4GiB", "disk:PATH?capacity=50GiB".
 
     With "daemon" as the first word the node's daemon keeps the cache, started if need be, over the tiers that
-    follow or, if none do, those of the configuration. See `retain.cache.open_cache` and `retain.daemon.start`.
+    follow or, if none do, those of the configuration: retain.cache.open_cache, retain.daemon.start.
     """
     if tiers and tiers[0] == DAEMON:
         from retain.config import resolve

@@ -31,7 +31,7 @@ STOP_SECONDS = 90.0
 
 
 class OwnDaemons:
-    """A runtime folder of this run's own, so that its servers meet only their own daemon. A context manager."""
+    """A runtime folder of this run's own, so that its servers meet no other daemon. A context manager."""
 
     def __init__(self) -> None:
         # Not below a folder of the user's choice: a socket's path has at most 108 bytes.
