@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import random
@@ -22,6 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCABULARY = 512
+
+_CLOSED: list[Any] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,7 +61,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
         initializer_range=0.15,
     )
-    transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.float().save_pretrained(folder)
     return folder
 
 
@@ -70,10 +72,11 @@ def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path
     import torch
     import transformers
 
-    def make(window: int) -> Path:
+    def gemma(window: int) -> Path:
         folder = tmp_path_factory.mktemp("models") / f"tiny-gemma-{window}"
         torch.manual_seed(1)
-        config = transformers.Gemma3TextConfig(
+        make: Any = transformers.Gemma3TextConfig
+        config = make(
             hidden_size=128,
             intermediate_size=256,
             num_hidden_layers=6,
@@ -86,15 +89,16 @@ def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path
             sliding_window_pattern=3,
             initializer_range=0.15,
         )
-        transformers.Gemma3ForCausalLM(config).float().save_pretrained(folder)
+        model: Any = transformers.Gemma3ForCausalLM(config)
+        model.float().save_pretrained(folder)
         return folder
 
-    return make
+    return gemma
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine said: the tokens, the log probability of each, and how much of the prompt it did not compute."""
+    """What an engine said: tokens, the log probability of each, and how much of the prompt was found."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -128,7 +132,7 @@ class Engine:
 
     @property
     def core(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        return self.llm.llm_engine.engine_core.engine_core
 
     @property
     def connector(self) -> Any:
@@ -158,7 +162,7 @@ class Engine:
             }
         )
         inputs = [{"prompt_token_ids": list(prompt), **extra} for prompt in prompts]
-        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)  # type: ignore[arg-type]
+        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
         self.settle()
         return [_answer(output) for output in outputs]
 
@@ -180,8 +184,9 @@ class Engine:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.core.shutdown()
+        # An engine that is collected later would take down what a new one has set up meanwhile.
+        _CLOSED.append(self.llm)
         del self.llm
-        gc.collect()
         cleanup_dist_env_and_memory()
 
 

@@ -32,7 +32,8 @@ def engine(engines: Callable[..., Engine], tiny_llama: Path, plain: dict[int, An
 def usable(length: int) -> int:
     """What a prompt's second coming need not compute: its full blocks, and 16 tokens or more of what follows.
 
-    Kept are all tokens with KV, the answer's too, the tail cut to a multiple of 16. The last is computed anyway.
+    Kept are all tokens with KV, the answer's too, the tail cut to a multiple of 16. The last one
+    is computed anyway.
     """
     blocks = length // 256 * 256
     kept = min(length - 1, (length + GENERATED - 1) // 16 * 16)

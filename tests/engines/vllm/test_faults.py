@@ -1,4 +1,4 @@
-"""Preemption, aborts, failed loads, late copies: whatever happens, vLLM's answers are those without Retain."""
+"""Preemption, aborts, failed loads, late copies: vLLM's answers are those without Retain."""
 
 from __future__ import annotations
 

@@ -111,10 +111,7 @@ class Scheduler:
             query = Query(chain, tracked.whose.spec, fidelity=self._settings.fidelity, limit=wanted)
             tracked.found(self._cache.lookup(query, plan=self._settings.plan), wanted)
         tracked.start = computed
-        found = 0
-        if tracked.hit is not None:
-            found = tracked.hit.tokens
-            tracked.next = max(tracked.next, tracked.hit.found // BLOCK_TOKENS)
+        found = self._usable(tracked)
         if found <= computed:
             tracked.release()
             return 0
@@ -308,6 +305,19 @@ class Scheduler:
             self._new_models.append((number, spec))
         salt = salt_of(self._settings.tenant, request.cache_salt)
         return Whose(number, spec, space_of(spec.kin, spec.adapter, salt))
+
+    def _usable(self, tracked: Tracked) -> int:
+        """How many of a request's first tokens can be loaded; notes which of its blocks are kept already."""
+        hit = tracked.hit
+        if hit is None:
+            return 0
+        whole = sum(part.key == key for part, key in zip(hit.parts, tracked.keys, strict=False))
+        tracked.next = max(tracked.next, whole, hit.found // BLOCK_TOKENS)
+        if self._narrow and hit.tokens > whole * BLOCK_TOKENS:
+            # A block that is begun by a load and completed by computing could not be stored: a window of less
+            # than a block gets no pages for its beginning. Then no later block would be found either.
+            return whole * BLOCK_TOKENS
+        return hit.tokens
 
     def _storable(self, tracked: Tracked, computed: int) -> int:
         """How many first tokens have KV that is theirs: drafts, which may be rejected, lie behind these."""

@@ -41,8 +41,8 @@ class Shared:
 def join(engine: str, settings: Settings, single: bool) -> Shared:
     """The cache of an engine, opened by the first role that asks here. Raises RetainError.
 
-    `single`: both roles live in this process. Only then can it be a cache of the process's own; else, and where
-    no tiers are named, it is the daemon's.
+    `single`: both roles live in this process. Only then can it be the process's own cache; else, and where
+    no tiers are named, the daemon keeps it.
     """
     with _lock:
         shared = _engines.get(engine)
