@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from retain.cache import Cache
+from retain.cache import BlockCache
 from retain.errors import UnsupportedInput
 from retain.identity import Chain, Tokens, as_tokens, chain, salt_of, space_of
 from retain.model import ModelSpec
@@ -44,7 +44,7 @@ Cancel = Signal | Callable[[], bool] | None
 def attach(
     model: Any,
     tokenizer: Any = None,
-    cache: Cache | None = None,
+    cache: BlockCache | None = None,
     *,
     tenant: str | None = None,
     store_generated: bool = True,
@@ -115,7 +115,7 @@ class Engine:
     came."""
 
     def __init__(
-        self, host: Host, requests: Requests, tokenizer: Any, cache: Cache, tenant: str | None
+        self, host: Host, requests: Requests, tokenizer: Any, cache: BlockCache, tenant: str | None
     ) -> None:
         self.model = host.model
         self.tokenizer = tokenizer

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retain.cache import Cache
+from retain.cache import BlockCache
 from retain.identity import Tokens
 
 from .host import Host
@@ -50,7 +50,7 @@ class Noise:
 class Auditor:
     """Compares one hit at a time, in a thread of its own."""
 
-    def __init__(self, cache: Cache, host: Host) -> None:
+    def __init__(self, cache: BlockCache, host: Host) -> None:
         self._cache = cache
         self._host = host
         self._state = threading.Condition()

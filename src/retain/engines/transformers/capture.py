@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache as EngineCache
 
 from retain.block import make_header
-from retain.cache import Cache
+from retain.cache import BlockCache
 from retain.identity import TAIL_TOKENS, Chain, Tokens, as_tokens
 
 from .geometry import Geometry, Views
@@ -33,7 +33,7 @@ class Writer:
     """Runs jobs one after the other in a thread of its own. What a job raises is counted by the cache, never
     raised."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: BlockCache) -> None:
         self._cache = cache
         self._state = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -110,7 +110,7 @@ class Recorder:
     def __init__(
         self,
         writer: Writer,
-        cache: Cache,
+        cache: BlockCache,
         geometry: Geometry,
         chain: Chain,
         report: Report,

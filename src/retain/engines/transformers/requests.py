@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from retain.cache import Cache, Flight, Query
+from retain.cache import BlockCache, Flight, Query
 from retain.errors import UnsupportedInput
 from retain.identity import Chain, Tokens, as_tokens, chain, space_of
 
@@ -54,7 +54,7 @@ class Request:
 class Requests:
     """Serves one request at a time. Whatever goes wrong with the cache, the prompt is computed."""
 
-    def __init__(self, host: Host, cache: Cache, *, store_generated: bool, tails: bool, audit: float) -> None:
+    def __init__(self, host: Host, cache: BlockCache, *, store_generated: bool, tails: bool, audit: float) -> None:
         self._host = host
         self._cache = cache
         self._store_generated = store_generated
