@@ -1,7 +1,7 @@
 """The native part of retain (native/*.cpp): index, memory allocator and copy."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -134,8 +134,8 @@ class Pages:
     """Where the K, or the V, of some layers lies in the paged cache of an engine; all strides are in bytes.
 
     `bases` are the addresses of each layer's first number, which must stay valid as long as this is used;
-    `rows` are the layers' rows in the canonical array `[layers, heads, tokens, dim]`. Both copies take `count`
-    tokens, from token `first` of the pages that `table` names, in order, and from token `start` of the array.
+    `rows` are the layers' rows in the canonical array `[layers, heads, tokens, dim]`. Both copies take
+    `count` tokens, from token `first` of the pages that `table` names, in order, and from token `start` of the array.
     They run without the GIL. Raises ValueError for what does not fit; nothing was copied then.
     """
 

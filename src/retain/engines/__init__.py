@@ -1,1 +1,1 @@
-"""Engines: what turns tokens into KV. Each package here carries one engine's layout to canonical blocks and back."""
+"""Engines: what turns tokens into KV. Each package carries one engine's layout to canonical blocks."""

@@ -54,7 +54,9 @@ class Request:
 class Requests:
     """Serves one request at a time. Whatever goes wrong with the cache, the prompt is computed."""
 
-    def __init__(self, host: Host, cache: BlockCache, *, store_generated: bool, tails: bool, audit: float) -> None:
+    def __init__(
+        self, host: Host, cache: BlockCache, *, store_generated: bool, tails: bool, audit: float
+    ) -> None:
         self._host = host
         self._cache = cache
         self._store_generated = store_generated
