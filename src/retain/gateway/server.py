@@ -55,9 +55,9 @@ def run_server(
     """Load `model` (a directory, a GGUF file, or `smollm2`), serve it until SIGTERM or SIGINT, return the
     exit code.
 
-    With `daemon` the node's daemon keeps the cache, started if need be; else this process does.
-    `api_keys` are texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the
-    model's name in the API, by default that of its directory or file. `grace` is how many seconds running requests have to
+    With `daemon` the node's daemon keeps the cache, started if need be; else this process does. `api_keys`
+    are texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the model's name
+    in the API, by default that of its directory or file. `grace` is how many seconds running requests have to
     finish when the server is stopped. Raises ConfigError and the errors of loading the model.
     """
     keys = read_api_keys(api_keys, api_key_file)
