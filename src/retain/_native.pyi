@@ -135,8 +135,8 @@ class Pages:
 
     `bases` are the addresses of each layer's first number, which must stay valid as long as this is used;
     `rows` are the layers' rows in the canonical array `[layers, heads, tokens, dim]`. Both copies take
-    `count` tokens, from token `first` of the pages that `table` names, in order, and from token `start` of the
-    array. They run without the GIL. Raises ValueError for what does not fit; nothing was copied then.
+    `count` tokens, from token `first` of the pages that `table` names, in order, and from token `start` of
+    the array. They run without the GIL. Raises ValueError for what does not fit; nothing was copied then.
     """
 
     def __init__(
