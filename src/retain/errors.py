@@ -29,6 +29,10 @@ class InvalidObject(RetainError):
     """
 
 
+class ForeignObject(InvalidObject):
+    """An object that is no worse than others, but not for this reader: of a later format, or encrypted."""
+
+
 class StoreError(RetainError):
     """Base of what a store raises."""
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
-from retain.errors import InvalidObject
+from retain.errors import ForeignObject, InvalidObject
 from retain.identity import KEY_BYTES, Media
 from retain.model import DTYPES, LayerSpec, RopeSpec, Slice, runs
 
@@ -242,9 +242,9 @@ def _metadata(header: BlockHeader) -> dict[str, str]:
 
 def _header(metadata: dict[str, str]) -> BlockHeader:
     if metadata["format"] != FORMAT:
-        raise InvalidObject(f"the object has format {metadata['format'][:40]!r}; this version reads {FORMAT}")
+        raise ForeignObject(f"the object has format {metadata['format'][:40]!r}; this version reads {FORMAT}")
     if metadata["features"]:
-        raise InvalidObject(
+        raise ForeignObject(
             f"the object needs features this version does not have: {metadata['features'][:80]}"
         )
     if metadata["dtype"] not in DTYPES:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -132,24 +133,10 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     """A self-signed certificate for 127.0.0.1 and localhost, and its key."""
     openssl = program("openssl")
     cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            openssl,
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-        ]
-        + ["-keyout", key, "-out", cert, "-subj", "/CN=localhost"]
-        + ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
-        check=True,
-        capture_output=True,
-    )
+    kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run([openssl, "req", *kind, *files, *names], check=True, capture_output=True)
     return cert, key
 
 
@@ -157,8 +144,9 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 class Proxy:
     """Passes bytes between its port and another. What it does to them may change at any time.
 
-    `delay`: seconds each piece from the server waits. `rate`: bytes a second from the server. `cut`: close both
-    sides after so many bytes from the server. `refuse`: close at once. `silent`: accept, and pass nothing.
+    `delay`: seconds each piece from the server waits. `rate`: bytes a second from the server. `cut`: close
+    both sides after so many bytes from the server. `refuse`: close at once. `silent`: accept, and
+    pass nothing.
     """
 
     target: int
@@ -172,7 +160,7 @@ class Proxy:
     passed: int = 0
     _open: list[socket.socket] = field(default_factory=list)
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()

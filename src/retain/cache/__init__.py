@@ -7,9 +7,7 @@ from __future__ import annotations
 from retain.address import TierAddress, parse_tier
 from retain.codecs import codec
 from retain.errors import ConfigError
-from retain.stores.base import Store
-from retain.stores.disk import DiskStore
-from retain.stores.memory import MemoryStore
+from retain.stores.opening import open_store
 
 from .cache import Cache
 from .contract import BlockCache
@@ -39,7 +37,7 @@ POLICIES = ("lru-leaf", "lru")
 
 def open_cache(*tiers: str | TierAddress, policy: str = "lru-leaf") -> Cache:
     """Build a Cache from tier addresses, in the order they are asked: `memory:4GiB`,
-    `disk:PATH?capacity=50GiB&codec=raw`.
+    `disk:PATH?capacity=50GiB&codec=raw`, `redis://HOST`. docs/stores.md lists them all.
 
     Without a memory tier one of 512 MiB is added in front, for staging. Raises ConfigError for an address or
     policy that cannot be used, StoreUnavailable for a folder that cannot be written.
@@ -55,19 +53,11 @@ def open_cache(*tiers: str | TierAddress, policy: str = "lru-leaf") -> Cache:
     ledger = Ledger()
     built: list[Tier] = []
     for address in addresses:
-        store = _store(address)
+        store = open_store(address)
         name = store.kind if all(tier.kind != store.kind for tier in built) else f"{store.kind}-{len(built)}"
         capacity = UNBOUNDED if address.capacity is None else address.capacity
         built.append(Tier(name, store, capacity, codec(address.codec), policy, ledger))
     return Cache(built, ledger)
-
-
-def _store(address: TierAddress) -> Store:
-    if address.kind == "memory":
-        return MemoryStore(address.capacity or 0)
-    if address.path is None:
-        raise ConfigError(f"the tier {address} names no folder")
-    return DiskStore(address.path)
 
 
 __all__ = [

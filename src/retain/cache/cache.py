@@ -66,7 +66,7 @@ class Cache:
         self._lease_lock = threading.Lock()
         self.flights = Flights()
         self.arena = Arena(self.tiers[0], ledger, self._expire_leases)
-        self.finder = Finder(self.tiers, ledger)
+        self.finder = Finder(self.tiers, ledger, self.planner)
         self.reader = Reader(self.tiers, self.arena, ledger, self.planner)
         self.demoter = Demoter(self.arena, self.tiers[1:], ledger)
         self._handles = itertools.count(1)
@@ -190,6 +190,8 @@ class Cache:
         wanted = set(keys)
         self.demoter.cancel(lambda key, _: key in wanted)
         for tier in self.tiers:
+            if tier.shared is not None and tier.shared.writable:
+                self.finder.adopter.discover(tier, wanted)
             with tier.lock:
                 for key in wanted:
                     for slot in tier.index.same_key(key):
@@ -210,7 +212,9 @@ class Cache:
         self.demoter.cancel(lambda _, job: job.tier in chosen and space in (None, job.header.space))
         removed = Removed()
         for each in chosen:
-            self.finder.wait_adopted(each)
+            self.finder.adopter.wait(each)
+            if each.shared is not None and each.shared.writable:
+                self.finder.adopter.discover(each, spaces=space is not None)
             removed += each.clear(space)
         return self._removed(removed)
 

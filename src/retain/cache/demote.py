@@ -42,7 +42,7 @@ class Demoter:
 
     def __init__(self, arena: Arena, below: Sequence[Tier], ledger: Ledger) -> None:
         self._arena = arena
-        self._below = tuple(below)
+        self._below = tuple(tier for tier in below if tier.shared is None or tier.shared.writable)
         self._ledger = ledger
         self._workers = Workers("retain-write", WRITERS)
         self._jobs: set[Job] = set()
@@ -56,6 +56,9 @@ class Demoter:
     def submit(self, header: BlockHeader, slot: int) -> None:
         """Write the block in `slot` to every lower tier. Takes over one lease on the slot."""
         jobs = [Job(tier, header, slot) for tier in self._below]
+        if not jobs:
+            self._arena.tier.release([slot])
+            return
         with self._lock:
             self._jobs.update(jobs)
         self._workers.submit(lambda: self._run(jobs))
@@ -97,6 +100,9 @@ class Demoter:
         if tier.leaving(name):  # a reader still has the one that was dropped: this one stays in memory
             self._ledger.count("refused_blocks")
             return
+        if tier.shared is not None and (kept := tier.shared.sizes([name])[0]) is not None:
+            tier.note(name, header.parent, kept)  # another host was faster
+            return
         chunks = self._chunks(job)
         size = sum(len(chunk) for chunk in chunks)
         if not tier.make_room(size):
@@ -114,7 +120,8 @@ class Demoter:
             if job.cancelled:
                 tier.store.delete(name)
                 return
-            tier.insert(header, name, size)
+            if tier.find(name) is None:  # else a lookup has asked the server meanwhile
+                tier.insert(header, name, size)
         self._ledger.count("written_objects")
         self._ledger.count("written_bytes", size)
 
@@ -135,6 +142,6 @@ class Demoter:
                 return
             except StoreFull:
                 # The medium is fuller than the tier's capacity allows for: others write there too.
-                if not tier.evict_one():
+                if tier.shared is not None or not tier.evict_one():
                     raise
         tier.store.write(name, chunks)

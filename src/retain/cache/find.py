@@ -10,27 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from retain.errors import InvalidObject, StoreError
-from retain.header import Frame, parse_frame
-from retain.identity import TAIL_TOKENS, Chain, Tokens
+from retain.header import Frame
+from retain.identity import TAIL_TOKENS, Chain, Tokens, block_key
 from retain.model import ModelSpec, Slice
-from retain.stores.base import StoredObject
 
+from .adopt import Adopter, read_head
+from .ask import Asker
 from .ledger import Ledger
+from .planner import Planner
 from .results import Nearest, Part, Query, Source
 from .tier import NONE, Slots, Tier, together
-from .workers import Workers
 
 CONTINUATIONS = 16
 """How many kept blocks behind one parent are compared with a prompt, the latest first."""
 
-HEAD_BYTES = 16 << 10
-"""How much of an object is read to learn its header and token ids."""
-
 HEADS = 4096
 """How many blocks' token ids are remembered, so that a growing conversation does not read headers again."""
-
-ADOPT_SECONDS = 1.0
-"""How long opening a cache waits for the headers of what it found; the rest is read in the background."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Search:
-    """A query as far as the index needs it: digests, no tokens. `root` is the parent of the first key."""
+    """A query as far as the index needs it: digests. `root` is the parent of the first key.
+
+    `rest` are the token ids (u32le) behind the last full block, where no media lie among them: shared tiers
+    are asked for tails of them.
+    """
 
     keys: tuple[bytes, ...]
     root: bytes
@@ -54,17 +53,43 @@ class Search:
     wanted: Slice
     fidelity: str
     limit: int
+    rest: bytes = b""
 
     @classmethod
     def of(cls, query: Query) -> Search:
         chain = query.chain
         return cls(
-            chain.keys, chain.root, chain.block_tokens, query.spec, query.wanted, query.fidelity, query.tokens
+            chain.keys,
+            chain.root,
+            chain.block_tokens,
+            query.spec,
+            query.wanted,
+            query.fidelity,
+            query.tokens,
+            rest_of(chain),
         )
 
     def parent(self, index: int) -> bytes:
         """The key before block `index`."""
         return self.keys[index - 1] if index else self.root
+
+    def tails(self) -> list[tuple[bytes, Tokens]]:
+        """The tails that may be kept of the prompt's end, the longest first: key and token ids."""
+        first = len(self.keys) * self.block_tokens
+        rest = np.frombuffer(self.rest, "<u4").astype(np.uint32, copy=False)
+        if self.limit - first < TAIL_TOKENS:
+            return []
+        lengths = range(rest.size - rest.size % TAIL_TOKENS, 0, -TAIL_TOKENS)
+        parent = self.parent(len(self.keys))
+        return [(block_key(parent, rest[:length]), rest[:length]) for length in lengths]
+
+
+def rest_of(chain: Chain) -> bytes:
+    """The token ids behind a chain's last full block, for `Search.rest`."""
+    first = len(chain.keys) * chain.block_tokens
+    if any(media.position + media.length > first for media in chain.media):
+        return b""
+    return chain.tokens[first:].astype("<u4", copy=False).tobytes()
 
 
 @dataclass(frozen=True)
@@ -113,18 +138,17 @@ def nearest(chain: Chain, depth: int, continuations: Sequence[Tokens]) -> Neares
 
 
 class Finder:
-    """Answers from the tiers' indices; reads an object's head only to compare token ids."""
+    """Answers from the tiers' indices, and from what the servers of shared tiers say; reads an object's head
+    only to compare token ids.
+    """
 
-    def __init__(self, tiers: Sequence[Tier], ledger: Ledger) -> None:
+    def __init__(self, tiers: Sequence[Tier], ledger: Ledger, planner: Planner) -> None:
         self._tiers = tuple(tiers)
+        self._asker = Asker(tiers, ledger, planner)
         self._ledger = ledger
         self._heads: OrderedDict[tuple[str, str], Head] = OrderedDict()
         self._heads_lock = threading.Lock()
-        self._workers = Workers("retain-adopt", 1)
-        self._closed = threading.Event()
-        self._adopted: dict[str, threading.Event] = {}
-        for tier in self._tiers[1:]:
-            self._adopt(tier)
+        self.adopter = Adopter(self._tiers[1:], ledger)
 
     # what serves a query
 
@@ -134,6 +158,9 @@ class Finder:
             return Found((), ())
         keys = search.keys[: -(-search.limit // search.block_tokens)]
         matches = self._match(keys, search)
+        tails = search.tails() if self._asker else []
+        if self._asker and self._ask(matches, keys, tails, search):
+            matches = self._match(keys, search)
         parts: list[Part] = []
         for index, key in enumerate(keys):
             sources = self._whole(matches, index) or self._pieces(key, search)
@@ -144,6 +171,8 @@ class Finder:
         candidates: tuple[Candidate, ...] = ()
         if len(parts) * search.block_tokens < search.limit:
             candidates = self._continuations(search, len(parts))
+            if len(parts) == len(search.keys):
+                candidates += self._kept_tail(tails, search)
         return Found(tuple(parts), candidates)
 
     def missing(self, search: Search) -> list[int]:
@@ -160,6 +189,38 @@ class Finder:
         codec.
         """
         return any(tier.equals(name) for tier in self._tiers)
+
+    def _ask(
+        self,
+        matches: Sequence[Slots],
+        keys: Sequence[bytes],
+        tails: Sequence[tuple[bytes, Tokens]],
+        search: Search,
+    ) -> bool:
+        """Ask the shared tiers for what no index knows; whether they have told of anything."""
+        rows = [
+            (key, search.parent(index))
+            for index, key in enumerate(keys)
+            if all(slots[index] == NONE for slots in matches) and not self._pieces(key, search)
+        ]
+        parent = search.parent(len(search.keys))
+        for key, _ in tails:
+            if any(tier.holds(key) for tier in self._tiers):
+                break  # shorter ones are of no more use
+            rows.append((key, parent))
+        return bool(rows) and self._asker.ask(rows, search.spec, search.wanted, search.limit)
+
+    def _kept_tail(self, tails: Sequence[tuple[bytes, Tokens]], search: Search) -> tuple[Candidate, ...]:
+        """The longest kept tail of the prompt's end that shared tiers have told of."""
+        for key, tokens in tails:
+            for number, tier in enumerate(self._tiers):
+                if tier.shared is None:
+                    continue
+                slot = int(tier.match([key], search.spec, search.wanted, search.fidelity)[0])
+                source = None if slot == NONE else self._source(number, slot)
+                if source is not None:
+                    return (Candidate(key, tokens, (), source),)
+        return ()
 
     def _match(self, keys: Sequence[bytes], search: Search) -> list[Slots]:
         return [tier.match(keys, search.spec, search.wanted, search.fidelity) for tier in self._tiers]
@@ -272,6 +333,8 @@ class Finder:
             if known is not None:
                 self._heads.move_to_end((tier.name, name))
                 return known
+        if tier.shared is not None:
+            return None  # a request is not kept waiting for it; tails are asked for by their keys
         frame, tokens = self._read_head(tier, name)
         if frame is None or tokens is None:
             return None
@@ -283,84 +346,17 @@ class Finder:
         return head
 
     def _read_head(self, tier: Tier, name: str) -> tuple[Frame | None, Tokens | None]:
-        buffer = bytearray(HEAD_BYTES)
         try:
-            got = tier.store.read_into(name, memoryview(buffer))
-            if got == 0:
-                return None, None
-            frame = parse_frame(memoryview(buffer)[:got])
-            first = frame.tensors[0]
-            stop = frame.data_start + first.size
-            if first.name != "tokens" or first.shape != (frame.header.count,):
-                raise InvalidObject("the object does not begin with its token ids")
-            if stop > got:
-                buffer = bytearray(stop)
-                if tier.store.read_into(name, memoryview(buffer)) < stop:
-                    raise InvalidObject("the object ends inside its token ids")
-            return frame, np.frombuffer(bytes(buffer[frame.data_start : stop]), "<u4")
+            return read_head(tier, name)
         except (InvalidObject, StoreError) as error:
             self._ledger.failure(
                 f"the head of an object of the {tier.name} tier could not be read", f"{name}: {error}"
             )
             return None, None
 
-    # what earlier runs left
-
-    def _adopt(self, tier: Tier) -> None:
-        done = threading.Event()
-        self._adopted[tier.name] = done
-        try:
-            found = sorted(tier.store.scan(), key=lambda each: each.modified)
-        except StoreError as error:
-            self._ledger.failure(f"the {tier.name} tier could not be scanned", error)
-            done.set()
-            return
-        adopted: list[StoredObject] = []
-        for each in found:
-            try:
-                tier.adopt(each)
-                adopted.append(each)
-            except (ValueError, KeyError) as error:
-                self._ledger.failure(
-                    f"a foreign object lies in the {tier.name} tier and is left alone", error
-                )
-        self._ledger.count("adopted_objects", len(adopted))
-        if not tier.make_room(0):
-            self._ledger.failure(f"the {tier.name} tier holds more than its capacity", f"{tier.used} bytes")
-        else:
-            tier.release_room(0)
-        self._workers.submit(lambda: self._learn(tier, adopted, done))
-        done.wait(ADOPT_SECONDS)
-
-    def _learn(self, tier: Tier, adopted: Sequence[StoredObject], done: threading.Event) -> None:
-        try:
-            # The latest first: they are the likeliest to be asked for.
-            for each in reversed(adopted):
-                if self._closed.is_set():
-                    return
-                slot = tier.find(each.name)
-                if slot is None:
-                    continue
-                frame, _ = self._read_head(tier, each.name)
-                if frame is None or frame.header.name != each.name or frame.size != each.size:
-                    self._ledger.failure(f"a damaged object was removed from the {tier.name} tier", each.name)
-                    tier.remove(slot)
-                else:
-                    tier.learn(each.name, frame.header)
-        except Exception as error:
-            self._ledger.failure(f"reading the headers of the {tier.name} tier failed", error)
-        finally:
-            done.set()
-
-    def wait_adopted(self, tier: Tier, timeout: float = 60.0) -> None:
-        """Wait until the headers of a tier's earlier objects are known, or it takes too long."""
-        event = self._adopted.get(tier.name)
-        if event is not None:
-            event.wait(timeout)
-
     def close(self) -> None:
-        self._closed.set()
-        self._workers.stop()
+        self.adopter.close()
+        self._asker.close()
 
 
 def common_length(a: Tokens, b: Tokens) -> int:

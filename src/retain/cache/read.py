@@ -20,7 +20,7 @@ from retain.block import (
     raw_layout,
     verify_object,
 )
-from retain.errors import InvalidObject, StoreError, StoreUnavailable
+from retain.errors import ForeignObject, InvalidObject, StoreError, StoreUnavailable
 from retain.header import BlockHeader
 from retain.model import ModelSpec, Slice
 
@@ -32,6 +32,10 @@ from .tier import Tier
 from .workers import Task, Workers
 
 READERS = min(4, os.cpu_count() or 1)
+
+
+class Gone(StoreError):
+    """A shared tier's server keeps the object no more, which is its good right."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +139,10 @@ class Reader:
             return task.result(max(0.0, deadline - time.perf_counter()))
         except TimeoutError as error:
             self._ledger.failure(f"the {tier.name} tier did not answer before the deadline", error)
+        except Gone:
+            self._ledger.count("gone_objects")
+        except ForeignObject as error:
+            self._ledger.failure(f"an object of the {tier.name} tier is not for this reader", error)
         except InvalidObject as error:
             self._ledger.failure(f"a damaged object was removed from the {tier.name} tier", error)
         except StoreError as error:
@@ -215,15 +223,22 @@ class Reader:
     def _read_verified(
         self, tier: Tier, source: Source, name: str, key: bytes, want: Want, buffer: memoryview
     ) -> BlockHeader:
-        got = tier.store.read_into(name, buffer)
         try:
+            got = tier.store.read_into(name, buffer)
+            if got == 0 and tier.shared is not None:
+                tier.forget(source.slot)
+                raise Gone(name)
             if got != source.size:
                 raise InvalidObject(f"{name} has {got} bytes where {source.size} were kept")
             frame, _ = verify_object(buffer)
             if frame.header.name != name:
                 raise InvalidObject(f"under {name} lies another object, {frame.header.name}")
             want.check(frame.header, key)
+            tier.learn(name, frame.header)
             return frame.header
+        except ForeignObject:
+            tier.forget(source.slot)
+            raise
         except InvalidObject:
             tier.remove(source.slot)
             raise

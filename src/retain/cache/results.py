@@ -17,6 +17,7 @@ from retain.codecs.base import Array
 from retain.header import BlockHeader
 from retain.identity import TAIL_TOKENS, Chain, Tokens
 from retain.model import ModelSpec, Slice
+from retain.stores.base import Health
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,10 @@ class Nearest:
 
 @dataclass(frozen=True)
 class TierStats:
-    """A tier at one moment. Sizes in bytes."""
+    """A tier at one moment. Sizes in bytes; of a shared tier, what is known of it here.
+
+    `health` is the state of a remote tier's server, None for other tiers.
+    """
 
     kind: str
     objects: int
@@ -274,6 +278,7 @@ class TierStats:
     leased: int
     pinned: int
     codec: str
+    health: Health | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from retain._native import Index
 from retain.codecs import CODECS, Codec
 from retain.header import BlockHeader, form_of, split_name
 from retain.model import ModelSpec, Slice
-from retain.stores.base import Store, StoredObject
+from retain.stores.base import Shared, Store, StoredObject
 
 from .ledger import Ledger
 from .results import Removed, TierStats
@@ -25,6 +25,9 @@ from .results import Removed, TierStats
 NONE = 0xFFFFFFFF
 UNKNOWN = b"\0" * 32
 """The parent and space of a record whose header has not been read yet."""
+
+KNOWN = 1 << 20
+"""How many objects of a shared tier are remembered: about 150 MB. Those used longest ago are forgotten."""
 
 Slots = npt.NDArray[np.uint32]
 
@@ -70,6 +73,7 @@ class Tier:
         self.name = name
         self.kind = store.kind
         self.store = store
+        self.shared = store if isinstance(store, Shared) else None
         self.capacity = capacity
         self.codec = codec
         self.index = Index(policy)
@@ -81,6 +85,7 @@ class Tier:
         self._space_ids: dict[bytes, int] = {UNKNOWN: 0}
         self._accepted: dict[tuple[bytes, Slice, str], tuple[int, list[int]]] = {}
         self._doomed: set[int] = set()
+        self._forgotten: set[int] = set()
         self._reserved = 0
         self.room = threading.Condition(self.lock)
 
@@ -196,7 +201,11 @@ class Tier:
                 self.index.release([slot])
                 if slot in self._doomed and self.index.record(slot).refs == 0:
                     self._doomed.discard(slot)
-                    self._delete(slot)
+                    if slot in self._forgotten:
+                        self._forgotten.discard(slot)
+                        self.index.remove(slot)
+                    else:
+                        self._delete(slot)
             self.room.notify_all()
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -228,6 +237,9 @@ class Tier:
             if slot is None:
                 return False
             size = self.index.record(slot).size
+            if self.shared is not None:  # what its server keeps is its server's business
+                self.index.remove(slot)
+                return True
             self._delete(slot)
         self._ledger.count("evicted_objects")
         self._ledger.count("evicted_bytes", size)
@@ -243,6 +255,33 @@ class Tier:
         """
         return self._insert(found.name, UNKNOWN, UNKNOWN, found.size)
 
+    def note(self, name: str, parent: bytes, size: int) -> None:
+        """Record an object that a shared tier's server has told of. Raises ValueError for a name that is no
+        block's.
+        """
+        with self.lock:
+            slot = self.find(name)
+            if slot is not None:
+                if self.index.record(slot).size == size:
+                    return
+                self.forget(slot)
+            if self.leaving(name):
+                return
+            while self.index.count >= KNOWN and self.evict_one():
+                pass
+            self._insert(name, UNKNOWN, parent, size)
+
+    def forget(self, slot: int) -> None:
+        """Take an object out of the index alone: its server keeps it no more, or keeps it for others."""
+        with self.lock:
+            if slot in self._doomed:
+                return
+            if self.index.record(slot).refs:
+                self._doomed.add(slot)
+                self._forgotten.add(slot)
+            else:
+                self.index.remove(slot)
+
     def learn(self, name: str, header: BlockHeader) -> None:
         """Fill in what an adopted object's header says."""
         with self.lock:
@@ -255,11 +294,18 @@ class Tier:
                 self.index.set_space(slot, self._space_id(header.space))
 
     def remove(self, slot: int) -> int:
-        """Take an object away; its bytes. Out of sight at once, its room is free when its last lease ends."""
+        """Take an object away; its bytes. Out of sight at once, its room is free when its last lease ends.
+
+        Of a shared tier it is gone at once, or 0 is returned; one that is only read is left as it is.
+        """
         with self.lock:
             if slot in self._doomed:
                 return 0
             record = self.index.record(slot)
+            if self.shared is not None:
+                name = self.object_name(slot)
+                self.forget(slot)
+                return record.size if self.shared.writable and self._delete_object(name) else 0
             if record.refs:
                 self._doomed.add(slot)
             else:
@@ -278,8 +324,15 @@ class Tier:
             for slot in slots.tolist():
                 if slot not in self._doomed:
                     self.index.unpin(slot)
-                    removed += Removed(1, self.remove(slot))
+                    size = self.remove(slot)
+                    removed += Removed(1 if size else 0, size)
             return removed
+
+    def unknown(self) -> list[str]:
+        """The names of objects of which the space is not known, for their headers have not been read."""
+        with self.lock:
+            slots = self.index.slots(space=0).tolist()
+            return [self.object_name(slot) for slot in slots if slot not in self._doomed]
 
     def names(self) -> Iterator[str]:
         """The names of all objects at hand, at this moment."""
@@ -287,6 +340,11 @@ class Tier:
             slots = [slot for slot in self.index.slots().tolist() if slot not in self._doomed]
             found = [self.object_name(slot) for slot in slots]
         yield from found
+
+    @property
+    def up(self) -> bool:
+        """Whether it makes sense to ask the store anything."""
+        return self.shared is None or self.shared.health().state != "down"
 
     @property
     def used(self) -> int:
@@ -303,6 +361,7 @@ class Tier:
                 leased=self.index.leased,
                 pinned=self.index.pinned,
                 codec=self.codec.name,
+                health=None if self.shared is None else self.shared.health(),
             )
 
     def space_bytes(self, space: bytes) -> Removed:
@@ -333,10 +392,14 @@ class Tier:
         name = self.object_name(slot)
         self.index.remove(slot)
         self.room.notify_all()
+        self._delete_object(name)
+
+    def _delete_object(self, name: str) -> bool:
         try:
-            self.store.delete(name)
+            return self.store.delete(name)
         except Exception as error:
             self._ledger.failure(f"an object could not be deleted from {self.name}", error)
+            return False
 
 
 def contains(held: Slice, wanted: Slice) -> bool:

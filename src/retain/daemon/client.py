@@ -34,7 +34,7 @@ from retain.cache import (
     StoreResult,
     TierStats,
 )
-from retain.cache.find import Candidate, Found, continuation, nearest
+from retain.cache.find import Candidate, Found, continuation, nearest, rest_of
 from retain.cache.read import Want, shape
 from retain.cache.results import Lease, Part, Source, read_ticket
 from retain.errors import InvalidObject
@@ -288,7 +288,7 @@ class RemoteCache:
             request = messages.Lookup(
                 model, number, base, keep, b"".join(keys[keep:]), chain.root, chain.block_tokens,
                 query.wanted.text,
-                query.fidelity, query.tokens,
+                query.fidelity, query.tokens, rest_of(chain),
             )  # fmt: skip
             reply = link.call(request, session.CALL_SECONDS)
             if isinstance(reply, messages.Refused) and keep:

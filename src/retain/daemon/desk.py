@@ -171,6 +171,7 @@ class Desk:
             Slice.parse(request.slice),
             request.fidelity,
             request.limit,
+            request.rest[: 4 * request.block_tokens],
         )
         finder = self.cache.finder
         found = finder.find(search)
@@ -399,6 +400,7 @@ class Desk:
             os.getpid(),
             time.monotonic() - self._started,
             len(self.sessions.all()),
+            {name: t.health.text for name, t in stats.tiers.items() if t.health is not None},
         )
 
 

@@ -27,6 +27,7 @@ def serve_http(server: Server, port: int) -> ThreadingHTTPServer:
                     "pid": state.pid,
                     "uptime_seconds": state.uptime,
                     "sessions": state.sessions,
+                    "tiers": state.health,
                 }
                 self._answer(json.dumps(health), "application/json")
             else:
@@ -61,6 +62,9 @@ def metrics(state: State) -> Iterator[str]:
         yield f"# TYPE retain_tier_{gauge} gauge\n"
         for name, _, *values in state.tiers:
             yield f'retain_tier_{gauge}{{tier="{name}"}} {values[index]}\n'
+    yield "# TYPE retain_tier_up gauge\n"
+    for name, health in sorted(state.health.items()):
+        yield f'retain_tier_up{{tier="{name}"}} {int(health == "up")}\n'
     yield f"# TYPE retain_pending_writes gauge\nretain_pending_writes {state.pending}\n"
     yield f"# TYPE retain_uptime_seconds gauge\nretain_uptime_seconds {state.uptime:.3f}\n"
     yield f"# TYPE retain_sessions gauge\nretain_sessions {state.sessions}\n"

@@ -71,6 +71,9 @@ class ModelWire(msgspec.Struct, array_like=True, frozen=True):
 class Lookup(Request, frozen=True):
     """Find the longest usable prefix of a chain, which the daemon remembers as the session's number `chain`:
     the first `keep` keys of its earlier chain number `base`, and `keys` (32 bytes each) behind them.
+
+    `rest` are the token ids (u32le) behind the last full block, less than a block of them: shared tiers are
+    asked for the tails that end there.
     """
 
     model: int
@@ -83,6 +86,7 @@ class Lookup(Request, frozen=True):
     slice: str
     fidelity: str
     limit: int
+    rest: bytes = b""
 
 
 class Candidate(msgspec.Struct, array_like=True, frozen=True):
@@ -267,7 +271,8 @@ class Stats(Request, frozen=True):
 
 class State(Reply, frozen=True):
     """The cache's state: counters, failures by reason, tiers as (name, kind, objects, bytes, capacity,
-    leased, pinned, codec), pending writes, the daemon's process id, uptime in seconds, sessions.
+    leased, pinned, codec), pending writes, the daemon's process id, uptime in seconds, sessions; of
+    remote tiers whether they are up, and why not.
     """
 
     counters: dict[str, int]
@@ -277,6 +282,7 @@ class State(Reply, frozen=True):
     pid: int
     uptime: float
     sessions: int
+    health: dict[str, str] = {}
 
 
 class Count(OneWay, frozen=True):

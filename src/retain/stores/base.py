@@ -78,6 +78,11 @@ class Health:
     bandwidth: float | None
     calls: int
 
+    @property
+    def text(self) -> str:
+        """The state and its reason as one text."""
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
 
 @runtime_checkable
 class Shared(Store, Protocol):

@@ -1,0 +1,147 @@
+"""Adopting: what earlier runs left in a tier, or other hosts in a shared one, enters its index."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from retain.errors import ForeignObject, InvalidObject, StoreError
+from retain.header import Frame, parse_frame, split_name
+from retain.identity import Tokens
+from retain.stores.base import StoredObject
+
+from .ledger import Ledger
+from .tier import UNKNOWN, Tier
+from .workers import Workers
+
+HEAD_BYTES = 16 << 10
+"""How much of an object is read to learn its header and token ids."""
+
+ADOPT_SECONDS = 1.0
+"""How long opening a cache waits for the headers of what it found; the rest is read in the background."""
+
+
+class Adopter:
+    """Scans tiers when a cache opens, and reads the headers of what it finds in the background."""
+
+    def __init__(self, tiers: Sequence[Tier], ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._workers = Workers("retain-adopt", 1)
+        self._closed = threading.Event()
+        self._adopted: dict[str, threading.Event] = {}
+        for tier in tiers:
+            self._adopt(tier)
+
+    def _adopt(self, tier: Tier) -> None:
+        done = threading.Event()
+        self._adopted[tier.name] = done
+        if tier.shared is not None:
+            if tier.shared.lists:
+                self._workers.submit(lambda: self._list(tier, done))
+            else:
+                done.set()
+            return
+        try:
+            found = sorted(tier.store.scan(), key=lambda each: each.modified)
+        except StoreError as error:
+            self._ledger.failure(f"the {tier.name} tier could not be scanned", error)
+            done.set()
+            return
+        adopted: list[StoredObject] = []
+        for each in found:
+            try:
+                tier.adopt(each)
+                adopted.append(each)
+            except (ValueError, KeyError) as error:
+                self._ledger.failure(
+                    f"a foreign object lies in the {tier.name} tier and is left alone", error
+                )
+        self._ledger.count("adopted_objects", len(adopted))
+        if not tier.make_room(0):
+            self._ledger.failure(f"the {tier.name} tier holds more than its capacity", f"{tier.used} bytes")
+        else:
+            tier.release_room(0)
+        self._workers.submit(lambda: self._learn(tier, adopted, done))
+        done.wait(ADOPT_SECONDS)
+
+    def _list(self, tier: Tier, done: threading.Event) -> None:
+        try:
+            self.discover(tier)
+        finally:
+            done.set()
+
+    def discover(self, tier: Tier, keys: Collection[bytes] | None = None, *, spaces: bool = False) -> None:
+        """Record what a shared tier's server lists, or of it what is of these keys; with `spaces`, read the
+        headers that tell to which space each belongs.
+        """
+        try:
+            for each in tier.store.scan():
+                if self._closed.is_set():
+                    return
+                with suppress(ValueError):
+                    if keys is None or split_name(each.name)[0] in keys:
+                        tier.note(each.name, UNKNOWN, each.size)
+            for name in tier.unknown() if spaces else ():
+                with suppress(InvalidObject):
+                    frame, _ = read_head(tier, name)
+                    if frame is not None:
+                        tier.learn(name, frame.header)
+        except StoreError as error:
+            self._ledger.failure(f"the {tier.name} tier could not be listed", error)
+
+    def _learn(self, tier: Tier, adopted: Sequence[StoredObject], done: threading.Event) -> None:
+        try:
+            # The latest first: they are the likeliest to be asked for.
+            for each in reversed(adopted):
+                if self._closed.is_set():
+                    return
+                slot = tier.find(each.name)
+                if slot is None:
+                    continue
+                try:
+                    frame, _ = read_head(tier, each.name)
+                except (ForeignObject, StoreError) as error:  # nothing that is known to be damaged
+                    self._ledger.failure(f"an object of the {tier.name} tier cannot be used", error)
+                    continue
+                except InvalidObject:
+                    frame = None
+                if frame is None or frame.header.name != each.name or frame.size != each.size:
+                    self._ledger.failure(f"a damaged object was removed from the {tier.name} tier", each.name)
+                    tier.remove(slot)
+                else:
+                    tier.learn(each.name, frame.header)
+        except Exception as error:
+            self._ledger.failure(f"reading the headers of the {tier.name} tier failed", error)
+        finally:
+            done.set()
+
+    def wait(self, tier: Tier, timeout: float = 60.0) -> None:
+        """Wait until the headers of a tier's earlier objects are known, or it takes too long."""
+        event = self._adopted.get(tier.name)
+        if event is not None:
+            event.wait(timeout)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._workers.stop()
+
+
+def read_head(tier: Tier, name: str) -> tuple[Frame | None, Tokens | None]:
+    """The head of an object, Nones where there is no object. Raises InvalidObject, StoreError."""
+    buffer = bytearray(HEAD_BYTES)
+    got = tier.store.read_into(name, memoryview(buffer))
+    if got == 0:
+        return None, None
+    frame = parse_frame(memoryview(buffer)[:got])
+    first = frame.tensors[0]
+    stop = frame.data_start + first.size
+    if first.name != "tokens" or first.shape != (frame.header.count,):
+        raise InvalidObject("the object does not begin with its token ids")
+    if stop > got:
+        buffer = bytearray(stop)
+        if tier.store.read_into(name, memoryview(buffer)) < stop:
+            raise InvalidObject("the object ends inside its token ids")
+    return frame, np.frombuffer(bytes(buffer[frame.data_start : stop]), "<u4")
