@@ -165,6 +165,11 @@ class RawLayout:
     data_start: int
     size: int
 
+    @property
+    def frame(self) -> Frame:
+        """The head that an object of this layout has, without its checksums."""
+        return Frame(self.header, self.tensors, {}, self.data_start)
+
     def views(self, buffer: memoryview) -> tuple[Tokens, dict[str, Array]]:
         """The token vector and the arrays inside an object's buffer; writable if the buffer is."""
         found = _tensor_views(buffer, self.tensors, self.data_start)
@@ -220,7 +225,12 @@ def open_object(data: memoryview) -> tuple[Frame, dict[str, Array]]:
     frame = parse_frame(data)
     if len(data) != frame.size:
         raise InvalidObject(f"the object has {len(data)} bytes, its header says {frame.size}")
-    return frame, _tensor_views(data, frame.tensors, frame.data_start)
+    return frame, object_views(data, frame)
+
+
+def object_views(data: memoryview, frame: Frame) -> dict[str, Array]:
+    """The tensors of an object whose head is known."""
+    return _tensor_views(data, frame.tensors, frame.data_start)
 
 
 def verify_object(data: memoryview) -> tuple[Frame, dict[str, Array]]:

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
@@ -30,8 +31,13 @@ FIDELITIES = ("exact", "kin", "lossy", "fused")
 
 _OPENING = b'{"__metadata__":{"checksum":"'
 _BLANK = b"0" * 16
+CHECKSUM_AT = 8 + len(_OPENING)
+"""Where in an object the 16 digits of its header's checksum begin."""
+
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "U8": 1}
 _CODEC = re.compile(r"[a-z0-9-]{1,32}\Z")
+_KEY = re.compile("[0-9a-f]{64}")
+_FORM = re.compile(r"[0-9a-f]{32}\.[a-z0-9_-]+\.[a-z0-9-]{1,32}(\.[0-9a-f]{32})?")
 
 
 @dataclass(frozen=True)
@@ -85,13 +91,10 @@ def form_of(variant: bytes, part: Slice, codec: str, lineage: bytes | None = Non
 
 def split_name(name: str) -> tuple[bytes, str]:
     """An object's key and form from its name; raises ValueError for a name that is none."""
-    key, dot, form = name.partition(".")
-    parts = form.split(".")
-    if len(key) != 2 * KEY_BYTES or not dot or len(parts) not in (3, 4) or key != key.lower():
+    key, _, form = name.partition(".")
+    if not _KEY.fullmatch(key) or not _FORM.fullmatch(form):
         raise ValueError(f"not the name of a block: {name!r}")
-    Slice.parse(parts[1])
-    if not _CODEC.match(parts[2]) or any(len(bytes.fromhex(parts[i])) != 16 for i in range(0, len(parts), 3)):
-        raise ValueError(f"not the name of a block: {name!r}")
+    Slice.parse(form.split(".")[1])
     return bytes.fromhex(key), form
 
 
@@ -144,6 +147,11 @@ def render_frame(header: BlockHeader, tensors: Sequence[Tensor], checksums: Mapp
     seal = f"{xxhash.xxh3_64_intdigest(head):016x}".encode()
     at = 8 + len(_OPENING)
     return head[:at] + seal + head[at + len(_BLANK) :]
+
+
+def has_opening(head: bytes) -> bool:
+    """Whether the first bytes of an object are those of one of Retain's."""
+    return head[8:CHECKSUM_AT] == _OPENING and len(head) >= CHECKSUM_AT + 16
 
 
 def parse_frame(data: memoryview) -> Frame:
@@ -319,6 +327,7 @@ def layers_text(layers: tuple[LayerSpec, ...]) -> str:
     return json.dumps(rows, separators=(",", ":"))
 
 
+@lru_cache(maxsize=16)
 def layers_from_text(text: str) -> tuple[LayerSpec, ...]:
     """The layers of a header's text. Raises InvalidObject, ValueError, UnsupportedModel or msgspec's own."""
     layers: list[LayerSpec] = []
@@ -339,5 +348,7 @@ def layers_from_text(text: str) -> tuple[LayerSpec, ...]:
 
 
 def _media(text: str) -> tuple[Media, ...]:
+    if text == "[]":
+        return ()
     rows = msgspec.json.decode(text, type=list[tuple[int, int, str]])
     return tuple(Media(position, length, bytes.fromhex(value)) for position, length, value in rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from retain.errors import UnsupportedModel
 
@@ -87,6 +88,7 @@ class Slice:
         return f"l{self.layer_start}-{self.layer_stop}_h{self.head_start}-{self.head_stop}of{self.head_parts}"
 
     @classmethod
+    @lru_cache(maxsize=256)
     def parse(cls, text: str) -> Slice:
         """The inverse of `text`; raises ValueError."""
         try:
@@ -133,6 +135,20 @@ class LayerGroup:
 
 def layer_groups(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
     """The layer groups of a model, in order of first appearance."""
+    # Asked for every block, mostly of one and the same tuple, which is slower to hash than to group: by identity.
+    known = _grouped.get(id(layers))
+    if known is None or known[0] is not layers:
+        if len(_grouped) >= GROUPED:
+            _grouped.clear()
+        known = _grouped[id(layers)] = (layers, _group(layers))
+    return known[1]
+
+
+GROUPED = 64
+_grouped: dict[int, tuple[tuple[LayerSpec, ...], tuple[LayerGroup, ...]]] = {}
+
+
+def _group(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
     members: dict[tuple[int, int, int], list[int]] = {}
     for index, layer in enumerate(layers):
         members.setdefault(layer.shape, []).append(index)

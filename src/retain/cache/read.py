@@ -16,12 +16,13 @@ from retain.block import (
     assemble,
     cut,
     decode_into,
+    object_views,
     open_object,
     raw_layout,
     verify_object,
 )
 from retain.errors import ForeignObject, InvalidObject, StoreError, StoreUnavailable
-from retain.header import BlockHeader
+from retain.header import BlockHeader, Frame
 from retain.model import ModelSpec, Slice
 
 from .ledger import Ledger
@@ -193,15 +194,15 @@ class Reader:
                 place = None
             buffer = memoryview(bytearray(source.size)) if place is None else place
             try:
-                header = self._read_verified(tier, source, name, key, want, buffer)
+                frame = self._read_verified(tier, source, name, key, want, buffer)
             except BaseException:
                 if place is not None:
                     self._arena.abandon(raw_name)
                 raise
-            return self._settle(source, header, raw_name, buffer, want, placed=place is not None)
+            return self._settle(source, frame, raw_name, buffer, placed=place is not None)
         data = memoryview(bytearray(source.size))
-        self._read_verified(tier, source, name, key, want, data)
-        frame, streams = open_object(data)
+        frame = self._read_verified(tier, source, name, key, want, data)
+        streams = object_views(data, frame)
         tokens = streams.pop("tokens")
         layout = raw_layout(replace(frame.header, codec="raw"))
         try:
@@ -218,11 +219,11 @@ class Reader:
             if isinstance(error, InvalidObject):
                 tier.remove(source.slot)
             raise
-        return self._settle(source, layout.header, raw_name, buffer, want, placed=place is not None)
+        return self._settle(source, layout.frame, raw_name, buffer, placed=place is not None)
 
     def _read_verified(
         self, tier: Tier, source: Source, name: str, key: bytes, want: Want, buffer: memoryview
-    ) -> BlockHeader:
+    ) -> Frame:
         try:
             got = tier.store.read_into(name, buffer)
             if got == 0 and tier.shared is not None:
@@ -235,7 +236,7 @@ class Reader:
                 raise InvalidObject(f"under {name} lies another object, {frame.header.name}")
             want.check(frame.header, key)
             tier.learn(name, frame.header)
-            return frame.header
+            return frame
         except ForeignObject:
             tier.forget(source.slot)
             raise
@@ -244,25 +245,16 @@ class Reader:
             raise
 
     def _settle(
-        self,
-        source: Source,
-        header: BlockHeader,
-        raw_name: str,
-        buffer: memoryview,
-        want: Want,
-        *,
-        placed: bool,
+        self, source: Source, frame: Frame, raw_name: str, buffer: memoryview, *, placed: bool
     ) -> Piece:
-        if placed:
-            slot = self._arena.commit(header, raw_name, len(buffer), leased=True)
-            self._ledger.count("promoted_blocks")
-            try:
-                return self._resident(source, slot, header.key, want)
-            finally:
-                self._arena.tier.release([slot])
-        _, arrays = open_object(buffer.toreadonly())
-        tokens = arrays.pop("tokens")
-        return Piece(Block(header, tokens, arrays), Lease(lambda: None), None, source.tier, source.size)
+        """The block in a filled buffer, made visible to others if it lies in the arena."""
+        arrays = object_views(buffer.toreadonly(), frame)
+        block = Block(frame.header, arrays.pop("tokens"), arrays)
+        if not placed:
+            return Piece(block, Lease(lambda: None), None, source.tier, source.size)
+        slot = self._arena.commit(frame.header, raw_name, len(buffer), leased=True)
+        self._ledger.count("promoted_blocks")
+        return Piece(block, _lease_of(block, self._arena.tier, slot), slot, source.tier, source.size)
 
 
 def release(rows: Sequence[Sequence[Piece]]) -> None:
