@@ -198,7 +198,17 @@ def _answer(output: Any) -> Answer:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Callable[..., Engine]]:
-    """Starts engines; all end with the module."""
+    """Starts engines, one after the other; all end with the module. vLLM can have one connector a process."""
+    yield from _engines()
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Engine]]:
+    """Starts engines, one after the other; all end with the test."""
+    yield from _engines()
+
+
+def _engines() -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
 
     def start(*arguments: Any, **options: Any) -> Engine:

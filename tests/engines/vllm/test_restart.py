@@ -1,0 +1,87 @@
+"""Engines one after the other: what one left on disk the next one finds, and drafts leave nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from .conftest import Engine, prompt, same
+
+
+def test_a11_a_fresh_engine_finds_all_that_was_stored_in_several_steps_and_answers_alike(
+    launch: Callable[..., Engine], tiny_llama: Path, tmp_path: Path
+) -> None:
+    tiers = {"tiers": ["memory:64MiB", f"disk:{tmp_path / 'kv'}?capacity=1GiB"]}
+    first = launch(tiny_llama, tiers, max_num_batched_tokens=192)
+    said = [first.ask(prompt(length, length))[0] for length in (513, 700)]
+    assert first.cache.flush(30.0)
+    first.close()
+
+    moved = tmp_path / "elsewhere"  # the same weights in another place are the same model
+    shutil.copytree(tiny_llama, moved)
+    second = launch(moved, tiers, max_num_batched_tokens=192)
+    for length, before in zip((513, 700), said, strict=True):
+        answer = second.ask(prompt(length, length))[0]
+        assert answer.cached == {513: 512, 700: 699}[length]
+        assert same(answer, before)
+    counters = second.cache.stats().counters
+    assert counters["promoted_blocks"] > 0
+    assert not second.cache.stats().failures
+    second.close()
+
+
+def test_other_weights_find_nothing(launch: Callable[..., Engine], tiny_llama: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_llama, changed)
+    weights = load_file(changed / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"].view(torch.int32)[-1, -1] += (
+        1  # the last bit of one number
+    )
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    tiers = {"tiers": ["memory:64MiB", f"disk:{tmp_path / 'kv'}?capacity=1GiB"]}
+    first = launch(tiny_llama, tiers)
+    first.ask(prompt(300))
+    first.close()
+    second = launch(changed, tiers)
+    assert second.ask(prompt(300))[0].cached == 0
+    second.close()
+
+
+def test_a5_every_prompt_token_reaches_the_decode_side_though_the_last_step_had_only_one(
+    launch: Callable[..., Engine], tiny_llama: Path, tmp_path: Path
+) -> None:
+    tiers = {"tiers": ["memory:64MiB", f"disk:{tmp_path / 'kv'}?capacity=1GiB"]}
+    prefill = launch(tiny_llama, tiers, role="kv_producer", max_num_batched_tokens=64, max_num_seqs=8)
+    said = {length: prefill.ask(prompt(length, length), tokens=1)[0] for length in (65, 321)}
+    prefill.close()
+    decode = launch(tiny_llama, tiers, role="kv_consumer", max_num_batched_tokens=64, max_num_seqs=8)
+    for length, before in said.items():
+        answer = decode.ask(prompt(length, length), tokens=8)[0]
+        assert answer.cached == length - 1  # the last token is computed in any case, to have its logits
+        assert answer.tokens[0] == before.tokens[0]
+    decode.close()
+
+
+def test_rejected_drafts_are_never_stored(launch: Callable[..., Engine], tiny_llama: Path) -> None:
+    # A prompt that repeats itself has the drafter guess often, and this model answers otherwise most times.
+    text = prompt(40, 32) * 8
+    plain = launch(tiny_llama, None)
+    wanted = plain.ask(text, tokens=200)[0]
+    plain.close()
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+    engine = launch(tiny_llama, {"tiers": ["memory:256MiB"]}, speculative_config=drafts)
+    first = engine.ask(text, tokens=200)[0]
+    assert first.tokens == wanted.tokens
+    second = engine.ask([*text, *wanted.tokens[:150]], tokens=50)[0]
+    assert second.cached >= 448
+    assert second.tokens == wanted.tokens[150:]
+    engine.close()
