@@ -92,7 +92,8 @@ def test_what_the_server_evicts_is_a_plain_miss_and_is_stored_again(tier, redis,
 
 def test_a_server_without_room_costs_only_the_copy_there(tmp_path):
     with redis_server(tmp_path / "redis", "--maxmemory", "100kb") as server:
-        with open_cache("memory:8MiB", f"redis://127.0.0.1:{server.port}?wait=5s") as cache:
+        tier = f"redis://127.0.0.1:{server.port}?wait=5s"
+        with open_cache("memory:8MiB", tier) as cache:
             prompt = chain_of(range(64))
             blocks = fill(cache, prompt)
             cache.flush(10)

@@ -27,7 +27,22 @@ def daemon(
     ] = None,
     http: Annotated[
         int | None,
-        typer.Option(metavar="PORT", help="Serve /metrics and /health on loopback.", show_default=False),
+        typer.Option(metavar="PORT", help="Serve /metrics and /health over HTTP.", show_default=False),
+    ] = None,
+    http_host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to serve them.")] = "127.0.0.1",
+    http_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECRET",
+            help="Serve and take blocks too, for whoever has this token: file:PATH or env:NAME.",
+            show_default=False,
+        ),
+    ] = None,
+    http_cert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A certificate: serve with TLS.", show_default=False)
+    ] = None,
+    http_key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The certificate's key.", show_default=False)
     ] = None,
 ) -> None:
     """Keep the node's cache for every engine on it, until stopped.
@@ -35,7 +50,19 @@ def daemon(
     Engines start it on demand; by hand or under systemd it runs for as long as it is wanted.
     """
     from retain.daemon.__main__ import run
+    from retain.stores.opening import secret
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     chosen = settings(context, tiers=tier, policy=policy)
-    raise typer.Exit(run(chosen.tiers, chosen.policy, socket=socket, idle=idle, http=http))
+    code = run(
+        chosen.tiers,
+        chosen.policy,
+        socket=socket,
+        idle=idle,
+        http=http,
+        http_host=http_host,
+        http_token=None if http_token is None else secret(http_token),
+        http_cert=http_cert,
+        http_key=http_key,
+    )
+    raise typer.Exit(code)

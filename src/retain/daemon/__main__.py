@@ -14,6 +14,7 @@ from pathlib import Path
 from retain.address import TierAddress, parse_tier
 from retain.cache import open_cache
 from retain.errors import RetainError, StoreUnavailable
+from retain.stores.opening import secret
 
 from .http import serve_http
 from .server import Server
@@ -32,9 +33,15 @@ def run(
     socket: Path | None = None,
     idle: float | None = None,
     http: int | None = None,
+    http_host: str = "127.0.0.1",
+    http_token: str | None = None,
+    http_cert: str | None = None,
+    http_key: str | None = None,
 ) -> int:
-    """Serve these tiers until stopped; 0, also where another daemon serves them already. `http` is a loopback
-    port.
+    """Serve these tiers until stopped; 0, also where another daemon serves them already.
+
+    `http` is a port for metrics, and with `http_token` for the blocks themselves, on `http_host`, with TLS
+    where there is a certificate.
     """
     addresses = [parse_tier(each) if isinstance(each, str) else each for each in tiers]
     runtime_folder()
@@ -51,7 +58,7 @@ def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     if http is not None:
-        serve_http(server, http)
+        serve_http(server, http, http_host, token=http_token, cert=http_cert, key=http_key)
     server.serve()
     path.unlink(missing_ok=True)
     return 0
@@ -65,10 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket", type=Path, help="where to listen; else in the runtime folder")
     parser.add_argument("--idle", type=float, help="end after this many seconds without clients")
     parser.add_argument("--http", type=int, help="a loopback port for /metrics and /health")
+    parser.add_argument("--http-host", default="127.0.0.1", help="the address to serve on")
+    parser.add_argument("--http-token", help="serve blocks to who has this: file:PATH or env:NAME")
+    parser.add_argument("--http-cert", help="a certificate: serve with TLS")
+    parser.add_argument("--http-key", help="the certificate's key")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return run(given.tier, given.policy, socket=given.socket, idle=given.idle, http=given.http)
+        return run(
+            given.tier,
+            given.policy,
+            socket=given.socket,
+            idle=given.idle,
+            http=given.http,
+            http_host=given.http_host,
+            http_token=None if given.http_token is None else secret(given.http_token),
+            http_cert=given.http_cert,
+            http_key=given.http_key,
+        )
     except RetainError as error:
         print(f"retain: {error}", file=sys.stderr)
         return 1

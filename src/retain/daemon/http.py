@@ -1,25 +1,41 @@
-"""The daemon's read-only HTTP port, on loopback, when asked for: /metrics in Prometheus's text format and
-/health.
+"""The daemon's HTTP port, when asked for: /metrics in Prometheus's text format and /health; where a token is
+configured, also its blocks, as an origin and an upload target for other hosts.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
+from .holdings import CacheHoldings
 from .messages import State
+from .origin import OriginHandler, serve
 from .server import Server
 
 
-def serve_http(server: Server, port: int) -> ThreadingHTTPServer:
-    """Serve on 127.0.0.1:`port` (0: any free one) from a thread of its own. Raises OSError."""
+def serve_http(
+    server: Server,
+    port: int,
+    host: str = "127.0.0.1",
+    *,
+    token: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+) -> ThreadingHTTPServer:
+    """Serve on `host`:`port` (0: any free one) from a thread of its own, with TLS where there is a
+    certificate. Raises OSError, ConfigError.
+    """
+    secret = token
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(OriginHandler):
+        holdings = CacheHoldings(server.cache)
+        token = secret
+
+        def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
             if self.path == "/metrics":
-                self._answer("".join(metrics(server.desk.state())), "text/plain; version=0.0.4")
+                if self.token is None or self._admitted():
+                    self._text("".join(metrics(server.desk.state())), "text/plain; version=0.0.4")
             elif self.path == "/health":
                 state = server.desk.state()
                 health = {
@@ -29,25 +45,17 @@ def serve_http(server: Server, port: int) -> ThreadingHTTPServer:
                     "sessions": state.sessions,
                     "tiers": state.health,
                 }
-                self._answer(json.dumps(health), "application/json")
+                self._text(json.dumps(health), "application/json")
             else:
-                self.send_error(404)
+                super().do_GET()
 
-        def _answer(self, text: str, kind: str) -> None:
-            data = text.encode()
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+        def _admitted(self, *, write: bool = False) -> bool:
+            if self.token is None:  # whoever is on this machine could read everybody's conversations
+                self._refuse(404, close=True)
+                return False
+            return super()._admitted(write=write)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Scrapes are not news."""
-
-    listening = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    listening.daemon_threads = True
-    threading.Thread(target=listening.serve_forever, name="retain-http", daemon=True).start()
-    return listening
+    return serve(Handler, host, port, cert=cert, key=key)
 
 
 def metrics(state: State) -> Iterator[str]:

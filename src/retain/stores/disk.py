@@ -87,7 +87,7 @@ class DiskStore:
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> int:
         check_offset(offset)
         target = as_bytes(buffer)
-        with self._opened(name) as file:
+        with self.opened(name) as file:
             if file is None:
                 return 0
             done = 0
@@ -99,7 +99,7 @@ class DiskStore:
             return done
 
     def size(self, name: str) -> int | None:
-        with self._opened(name) as file:
+        with self.opened(name) as file:
             return None if file is None else os.fstat(file).st_size
 
     def delete(self, name: str) -> bool:
@@ -169,8 +169,9 @@ class DiskStore:
         return self.path / check_name(name)[:2] / name
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[int | None]:
-        """The open file of object `name`, None if there is none."""
+    def opened(self, name: str) -> Iterator[int | None]:
+        """The open file of object `name`, None if there is none: one version of it, whatever is written
+        meanwhile."""
         check_name(name)
         with self._call(), _translated(f"the object {name} could not be read"):
             file = None
