@@ -11,15 +11,14 @@ import logging
 import socket
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 
-from retain.block import Block, open_object, raw_layout
+from retain.block import Block, raw_layout
 from retain.cache import (
     Flight,
     Hit,
@@ -34,25 +33,22 @@ from retain.cache import (
     StoreResult,
     TierStats,
 )
-from retain.cache.find import Candidate, Found, continuation, nearest, rest_of
-from retain.cache.read import Want, shape
-from retain.cache.results import Lease, Part, Source, read_ticket
+from retain.cache.find import Found, continuation, nearest
+from retain.cache.results import Lease, Part, read_ticket
 from retain.errors import InvalidObject
-from retain.header import BlockHeader, layers_text
+from retain.header import BlockHeader
 from retain.identity import Chain
 from retain.model import ModelSpec, Slice
 
+from . import exchange, messages, wire
 from . import link as session
-from . import messages, wire
+from .exchange import R
 from .link import Link
 
 log = logging.getLogger("retain.daemon")
 
-CHAINS = 32
 RETRY_SECONDS = (0.05, 5.0)
 """The first and the longest pause between attempts to reach a daemon that is gone."""
-
-R = TypeVar("R", bound=messages.Reply)
 
 
 class RemoteCache:
@@ -83,9 +79,10 @@ class RemoteCache:
         if link is None:
             return nothing
         try:
-            reply = self._look(link, query)
+            reply = exchange.look(link, query)
             found = Found(
-                self._parts(query, reply, link), tuple(_candidate(each, query) for each in reply.candidates)
+                exchange.parts_of(query, reply, link),
+                tuple(exchange.candidate_of(each, query) for each in reply.candidates),
             )
             last = continuation(query, found)
             parts = found.parts if last is None else (*found.parts, last)
@@ -105,7 +102,7 @@ class RemoteCache:
         for part in parts:
             kind = link.tiers[part.sources[0].tier][1]
             by_tier[kind] = by_tier.get(kind, 0) + part.tokens
-        lease = Lease(lambda: self._tell(link, messages.Release(reply.lease)) if parts else None)
+        lease = Lease(lambda: exchange.tell(link, messages.Release(reply.lease)) if parts else None)
         return Hit(query, parts, total, by_tier, lease, handle=reply.lease)
 
     def load(self, hit: Hit, *, timeout: float = 30.0) -> Loaded:
@@ -116,7 +113,7 @@ class RemoteCache:
         link = self._alive()
         if link is not None and hit.parts:
             try:
-                blocks, leases = self._load(link, hit, timeout)
+                blocks, leases = exchange.load_blocks(link, hit, timeout)
             except (wire.WireError, InvalidObject, ValueError) as error:
                 self._failed("a load from the daemon failed", error)
         parts = hit.parts[: len(blocks)]
@@ -157,9 +154,9 @@ class RemoteCache:
         if link is not None:
             try:
                 request = messages.Missing(
-                    self._model(link, query.spec), b"".join(keys), query.wanted.text, query.fidelity
+                    exchange.model_number(link, query.spec), b"".join(keys), query.wanted.text, query.fidelity
                 )
-                return self._ask(link, request, messages.Indices).values
+                return exchange.ask(link, request, messages.Indices).values
             except wire.WireError as error:
                 self._failed("a lookup in the daemon failed", error)
         return list(range(len(keys)))
@@ -205,7 +202,7 @@ class RemoteCache:
         number = reply.number
         if not number:
             return Flight(leader=False, landed=reply.landed)
-        return Flight(leader=True, landed=False, land=lambda: self._tell(link, messages.Land(number)))
+        return Flight(leader=True, landed=False, land=lambda: exchange.tell(link, messages.Land(number)))
 
     def flush(self, timeout: float = 60.0) -> bool:
         """See Cache.flush."""
@@ -216,14 +213,14 @@ class RemoteCache:
         """See Cache.count."""
         link = self._alive()
         if link is not None:
-            self._tell(link, messages.Count(name, n))
+            exchange.tell(link, messages.Count(name, n))
 
     def failure(self, reason: str, detail: object) -> None:
         """See Cache.failure."""
         self._ledger.failure(reason, detail)
         link = self._alive()
         if link is not None:
-            self._tell(link, messages.Failure(reason, str(detail)))
+            exchange.tell(link, messages.Failure(reason, str(detail)))
 
     def stats(self) -> Stats:
         """The daemon's counters and tiers, with this client's failures; zeros while the daemon is gone."""
@@ -273,53 +270,6 @@ class RemoteCache:
 
     # lookup and load in parts
 
-    def _look(self, link: Link, query: Query) -> messages.Found:
-        chain = query.chain
-        keys = chain.keys[: -(-query.tokens // chain.block_tokens)]
-        model = self._model(link, query.spec)
-        base, keep = 0, 0
-        with self._lock:
-            link.numbers += 1
-            number = link.numbers
-            known = link.chains.get(keys[0]) if keys else None
-        if known is not None:
-            base, keep = known[0], _common(known[1], keys)
-        while True:
-            request = messages.Lookup(
-                model, number, base, keep, b"".join(keys[keep:]), chain.root, chain.block_tokens,
-                query.wanted.text,
-                query.fidelity, query.tokens, rest_of(chain),
-            )  # fmt: skip
-            reply = link.call(request, session.CALL_SECONDS)
-            if isinstance(reply, messages.Refused) and keep:
-                base = keep = 0  # the daemon has forgotten the earlier chain
-                continue
-            if not isinstance(reply, messages.Found):
-                raise wire.WireError(_reason(reply))
-            if keys:
-                with self._lock:
-                    link.chains[keys[0]] = (number, keys)
-                    link.chains.move_to_end(keys[0])
-                    while len(link.chains) > CHAINS:
-                        link.chains.popitem(last=False)
-            return reply
-
-    def _parts(self, query: Query, reply: messages.Found, link: Link) -> tuple[Part, ...]:
-        size = query.chain.block_tokens
-        if len(reply.parts) > len(query.chain.keys) + 1 or any(
-            tier >= len(link.tiers) for tier, _ in reply.parts
-        ):
-            raise ValueError("the daemon found more than was asked for")
-        return tuple(
-            Part(
-                query.chain.keys[index],
-                index * size,
-                min(size, query.tokens - index * size),
-                (Source(tier, 0, query.wanted, length),),
-            )
-            for index, (tier, length) in enumerate(reply.parts)
-        )
-
     def _plan(
         self, link: Link, query: Query, parts: tuple[Part, ...], speeds: dict[str, tuple[float, float]]
     ) -> tuple[Part, ...]:
@@ -331,34 +281,6 @@ class RemoteCache:
         ]
         return parts[: self.planner.best_prefix(query.spec, blocks, int(query.chain.tokens.size))]
 
-    def _load(self, link: Link, hit: Hit, timeout: float) -> tuple[list[Block], tuple[Lease, ...]]:
-        model = self._model(link, hit.query.spec)
-        owned = int(hit.query.chain.tokens.size) > 0  # a claimed hit's lease is its looker's
-        reply = link.call(messages.Load(hit.handle, model, timeout, owned), timeout + session.CALL_SECONDS)
-        if owned:
-            hit.lease.forget()
-        if not isinstance(reply, messages.Blocks):
-            raise wire.WireError(_reason(reply))
-        want = Want(hit.query.spec, hit.query.fidelity)
-        lease = Lease(lambda: self._tell(link, messages.Release(reply.lease)))
-        blocks: list[Block] = []
-        bases: list[object] = []
-        try:
-            for part, places in zip(hit.parts, reply.blocks, strict=False):
-                pieces = []
-                for offset, size in places:
-                    frame, arrays = open_object(link.readable[offset : offset + size])
-                    want.check(frame.header, part.key)
-                    tokens = arrays.pop("tokens")
-                    bases.append(tokens.base)
-                    pieces.append(Block(frame.header, tokens, arrays))
-                blocks.append(shape(pieces, hit.query.wanted))
-        except BaseException:
-            lease.release()
-            raise
-        _end_with_last(bases, lease)
-        return blocks, (lease,)
-
     def _reserve(self, header: BlockHeader) -> Reservation | StoreResult:
         if header.codec != "raw":
             raise ValueError(f"blocks are stored raw and encoded by their tiers, got codec {header.codec!r}")
@@ -368,7 +290,7 @@ class RemoteCache:
         layout = raw_layout(header)
         name = header.name
         try:
-            place = self._ask(link, messages.Reserve(name, layout.size), messages.Place)
+            place = exchange.ask(link, messages.Reserve(name, layout.size), messages.Place)
         except wire.WireError as error:
             self._failed("a block could not be placed in the daemon's arena", error)
             return StoreResult(False, "failed")
@@ -380,14 +302,14 @@ class RemoteCache:
 
         def abandon() -> None:
             if state.pop("open", False):
-                self._tell(link, messages.Abandon(name))
+                exchange.tell(link, messages.Abandon(name))
 
         def commit() -> StoreResult:
             if not state.pop("open", False):
                 return StoreResult(False, "failed")
             try:
                 layout.write_header(buffer)
-                kept = self._ask(link, messages.Commit(name), messages.Kept)
+                kept = exchange.ask(link, messages.Commit(name), messages.Kept)
             except wire.WireError as error:
                 self._failed("a block could not be committed to the daemon", error)
                 return StoreResult(False, "failed")
@@ -428,83 +350,16 @@ class RemoteCache:
             log.info("the daemon is back, boot %s", link.boot.hex())
             return
 
-    def _model(self, link: Link, spec: ModelSpec) -> int:
-        number = link.models.get(spec)
-        if number is None:
-            number = len(link.models) + 1
-            told = messages.ModelWire(
-                spec.name,
-                spec.architecture,
-                layers_text(spec.layers),
-                spec.dtype,
-                spec.kin,
-                spec.variant,
-                spec.adapter,
-            )
-            self._ask(link, messages.Model(number, told), messages.Done)
-            link.models[spec] = number
-        return number
-
-    def _ask(self, link: Link, request: messages.Request, kind: type[R], timeout: float | None = None) -> R:
-        reply = link.call(request, session.CALL_SECONDS if timeout is None else timeout)
-        if not isinstance(reply, kind):
-            raise wire.WireError(_reason(reply))
-        return reply
-
     def _try(self, request: messages.Request, kind: type[R], timeout: float | None = None) -> R | None:
         link = self._alive()
         if link is None:
             return None
         try:
-            return self._ask(link, request, kind, timeout)
+            return exchange.ask(link, request, kind, timeout)
         except wire.WireError as error:
             self._failed("a request to the daemon failed", error)
             return None
 
-    def _tell(self, link: Link, message: messages.OneWay) -> None:
-        with suppress(wire.WireError):  # a daemon that is gone has nothing left to be told
-            link.call(message, session.CALL_SECONDS)
-
     def _failed(self, reason: str, error: object) -> None:
         self._ledger.failure(reason, error)
         self._alive()  # if the daemon is gone, begin to get it back now, not at the next request
-
-
-def _candidate(told: messages.Candidate, query: Query) -> Candidate:
-    tokens = np.frombuffer(told.tokens, "<u4")
-    return Candidate(told.key, tokens, told.media, Source(told.tier, 0, query.wanted, told.size))
-
-
-def _common(known: Sequence[bytes], keys: Sequence[bytes]) -> int:
-    """How many first keys two chains share: by bisection, since a key stands for all before it."""
-    low, high = 0, min(len(known), len(keys))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if known[middle - 1] == keys[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _reason(reply: messages.Reply | None) -> str:
-    return (
-        reply.reason if isinstance(reply, messages.Refused) else f"the daemon answered {type(reply).__name__}"
-    )
-
-
-def _end_with_last(bases: Sequence[object], lease: Lease) -> None:
-    """Have the lease end when the last of the arrays is gone, if nobody ends it before."""
-    left = len(bases)
-    lock = threading.Lock()
-
-    def gone() -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            lease.release()
-
-    for base in bases:
-        weakref.finalize(base, gone)

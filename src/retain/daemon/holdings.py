@@ -119,8 +119,8 @@ class CacheHoldings:
                     if view is not None:
                         yield of_memory(view)
                         return
-                elif isinstance(tier.store, DiskStore):
-                    with opened_file(tier.store, name) as found:
+                else:
+                    with StoreHoldings(tier.store).opened(name) as found:
                         if found is not None:
                             yield found
                             return
@@ -168,7 +168,7 @@ class CacheHoldings:
             raise StoreUnavailable("the object could not be kept")
 
     def _put_below(self, name: str, size: int, fill: Callable[[memoryview], None]) -> None:
-        tier = next((tier for tier in self._tiers if isinstance(tier.store, DiskStore)), None)
+        tier = next(iter(self._tiers[1:]), None)
         if tier is None:
             raise StoreFull("encoded objects are kept on disk, and there is no disk tier")
         data = memoryview(bytearray(size))

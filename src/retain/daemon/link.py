@@ -25,7 +25,7 @@ class Link:
         self._dial = dial
         self._client = client
         self._idle: list[socket.socket] = []
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._session = b""
         self.alive = True
         self.boot = b""
@@ -64,7 +64,7 @@ class Link:
             connection.close()
             self.close()
             raise
-        with self._lock:
+        with self.lock:
             if self.alive:
                 self._idle.append(connection)
                 return reply
@@ -73,14 +73,14 @@ class Link:
 
     def close(self) -> None:
         """Give the session up. Blocks that are in use stay readable: the mapping lives as long as they do."""
-        with self._lock:
+        with self.lock:
             self.alive = False
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
 
     def _take(self) -> socket.socket:
-        with self._lock:
+        with self.lock:
             if not self.alive:
                 raise wire.WireError("the daemon is gone")
             if self._idle:
