@@ -375,7 +375,7 @@ def test_an_origin_answers_nonsense_with_an_error_or_the_whole(tmp_path: Path, r
             raw.sendall(f"{request_line}\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
             raw.settimeout(5)
             answer = raw.recv(65536)
-        whole = "bytes=9-2" in request_line and answer.endswith(b"data")
+        whole = "bytes=9-2" in request_line and answer.startswith(b"HTTP/1.1 200")
         assert whole or answer.split(b" ")[1][:1] == b"4" or b"Error code: 400" in answer, answer
         assert b"root:" not in answer
         assert [each.name for each in disk.scan()] == ["object"]
@@ -415,10 +415,10 @@ def test_many_readers_share_few_connections(published: tuple[DiskStore, str, int
         settled(store, "up")
 
         def run() -> None:
-            for _ in range(20):
+            for _ in range(5):
                 assert read(store, "object") == b"x" * 10_000
 
-        threads = [threading.Thread(target=run) for _ in range(40)]
+        threads = [threading.Thread(target=run) for _ in range(24)]
         for thread in threads:
             thread.start()
         for thread in threads:

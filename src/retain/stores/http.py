@@ -66,6 +66,7 @@ class HttpStore:
         self._batches: bool | None = None
         self._threads = ThreadPoolExecutor(PARTS, thread_name_prefix="retain-http")
         self._remote = Remote(f"http origin {self._place.shown}", self._ping, wait=wait, deadline=deadline)
+        self._remote.start()
 
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
         target = self._target(name)

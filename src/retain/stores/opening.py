@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from retain.address import TierAddress, parse_duration
 from retain.errors import ConfigError
@@ -33,13 +34,13 @@ def _open(address: TierAddress) -> Store:
         if address.path is None:
             raise ConfigError(f"the tier {address} names no folder")
         return DiskStore(address.path)
-    options = dict(address.options)
-    wait = {"wait": parse_duration(options.pop("wait"))} if "wait" in options else {}
-    secrets = {name: secret(options.pop(name)) for name in ("password", "token") if name in options}
+    options: dict[str, Any] = dict(address.options)
+    wait: Any = {"wait": parse_duration(options.pop("wait"))} if "wait" in options else {}
+    secrets: Any = {name: secret(options.pop(name)) for name in ("password", "token") if name in options}
     if address.kind == "redis":
         from retain.stores.redis import RedisStore
 
-        return RedisStore(address.url, **secrets, **options, **wait)  # type: ignore[arg-type]
+        return RedisStore(address.url, **secrets, **options, **wait)
     if address.kind == "http":
         from retain.stores.http import HttpStore
 
@@ -47,7 +48,7 @@ def _open(address: TierAddress) -> Store:
         return HttpStore(address.url, writable=write, **secrets, **options, **wait)
     from retain.stores.object import ObjectStore
 
-    return ObjectStore(address.url, **secrets, **options, **wait)  # type: ignore[arg-type]
+    return ObjectStore(address.url, **secrets, **options, **wait)
 
 
 def secret(place: str) -> str:

@@ -58,6 +58,7 @@ class RedisStore:
         secure = {"ssl_ca_certs": ca, "ssl_certfile": cert, "ssl_keyfile": key}
         self._topology = topology(url, password, {name: v for name, v in secure.items() if v is not None})
         self._remote = Remote(f"redis at {shown(url)}", self._ping, wait=wait, deadline=deadline)
+        self._remote.start()
 
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
         key = self._key(name)

@@ -98,6 +98,9 @@ class Remote:
         self._calls = 0
         self._stopped = threading.Event()
         self._watching = False
+
+    def start(self) -> None:
+        """Ping the server for the first time, in the background. For when the store is ready for that."""
         self._watch()
 
     @property
@@ -197,7 +200,7 @@ class Remote:
             if self._state == "down" and self._stopped.wait(pause * random.uniform(0.5, 1.0)):
                 break
             try:
-                latency = self._ping(PING_SECONDS)
+                latency = self._ping(max(PING_SECONDS, self._wait))
             except Exception as error:
                 if self._stopped.is_set():
                     break
@@ -205,6 +208,9 @@ class Remote:
                 if not reason.startswith(self.what):
                     reason = f"{self.what}: {reason}"
                 with self._lock:
+                    if self._state == "up":  # calls have found it so meanwhile
+                        self._watching = False
+                        return
                     news = self._state != "down"
                     if news:
                         self._turn("down", reason)
