@@ -135,7 +135,7 @@ class LayerGroup:
 
 def layer_groups(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
     """The layer groups of a model, in order of first appearance."""
-    # Asked for every block, mostly of one and the same tuple, which is slower to hash than to group: by identity.
+    # Asked for every block, mostly of one and the same tuple, which is slow to hash: known by identity.
     known = _grouped.get(id(layers))
     if known is None or known[0] is not layers:
         if len(_grouped) >= GROUPED:

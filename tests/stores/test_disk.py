@@ -403,7 +403,7 @@ def test_stores_that_open_and_close_at_once_do_not_take_each_other_for_dead(tmp_
                 store = DiskStore(tmp_path)
                 store.write(f"{worker}.{turn}", [bytes(1000)])
                 store.close()
-        except BaseException as error:  # noqa: BLE001 - raised again below
+        except BaseException as error:
             failures.append(error)
 
     workers = [threading.Thread(target=work, args=(n,)) for n in range(6)]

@@ -449,7 +449,7 @@ def _race(turns: list[Callable[[random.Random], None]], seconds: float) -> None:
         try:
             while time.monotonic() < done and not failures:
                 turn(chance)
-        except BaseException as error:  # noqa: BLE001 - raised again by the test itself
+        except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=run, args=each) for each in enumerate(turns)]
