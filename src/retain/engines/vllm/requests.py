@@ -60,6 +60,8 @@ class Tracked:
 
     def reach(self, count: int) -> None:
         """Compute the keys of the first `count` blocks, as far as they are not known."""
+        if self.request.resumable:  # the last token of a session's turn may be taken back
+            del self.keys[self.next :]
         for index in range(len(self.keys), count):
             start = index * BLOCK_TOKENS
             ids = self.ids(start, start + BLOCK_TOKENS)

@@ -1,0 +1,119 @@
+"""vLLM in several processes over the node's daemon: ranks that split the heads, and a daemon's death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retain.daemon.start import running
+
+from .conftest import Answer, Engine, prompt, same
+
+TIERS = ["daemon", "memory:128MiB"]
+
+
+@pytest.fixture(autouse=True)
+def own_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A runtime folder of the test's own, whose daemons end with it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield
+    for pid in daemons(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def daemons(folder: Path) -> list[int]:
+    """The daemons that were started for a runtime folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if b"retain.daemon" in command and any(str(folder).encode() in each for each in command):
+            found.append(int(entry.name))
+    return found
+
+
+def ask(model: Path, prompts: Sequence[Sequence[int]], *, ranks: int = 1, **options: Any) -> list[Answer]:
+    """What an engine in processes of its own answers, before all of them end."""
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))) if ranks > 1 else "nobind",
+    }
+    given = {
+        "environment": environment,
+        "model": str(model),
+        "tiers": TIERS,
+        "prompts": [list(each) for each in prompts],
+        "options": options,
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("ask.py")), json.dumps(given)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=250)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    said = [line for line in output.splitlines() if line.startswith("said ")]
+    assert said, output[-3000:]
+    return [Answer(tuple(a), tuple(b), c) for a, b, c in json.loads(said[0].removeprefix("said "))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_kv_stored_by_one_rank_is_loaded_by_two_and_back(tiny_llama: Path) -> None:
+    one, two = prompt(700, 40), prompt(513, 41)
+    alone = ask(tiny_llama, [one])
+    pair = ask(tiny_llama, [one, two], ranks=2, tensor_parallel_size=2)
+    assert [answer.cached for answer in (*alone, *pair)] == [0, 699, 0]
+    assert same(pair[0], alone[0])
+    back = ask(tiny_llama, [two, one])
+    assert [answer.cached for answer in back] == [512, 699]
+    assert same(back[0], pair[1])
+    assert same(back[1], alone[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_one_kv_head_that_two_ranks_hold_is_stored_once(tiny_gemma: Callable[[int], Path]) -> None:
+    model = tiny_gemma(600)
+    pair = ask(model, [prompt(513, 42)] * 2, ranks=2, tensor_parallel_size=2)
+    back = ask(model, [prompt(513, 42)])
+    assert [answer.cached for answer in (*pair, *back)] == [0, 512, 512]
+    assert same(pair[1], pair[0])
+    assert same(back[0], pair[0])
+
+
+def test_a21_a_daemon_that_dies_and_returns_costs_hits_and_no_answer(
+    launch: Callable[..., Engine], tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = launch(tiny_llama, {"tiers": TIERS})
+    text = prompt(513, 44)
+    first = engine.ask(text)[0]
+    assert engine.ask(text)[0].cached == 512
+    assert running()
+    for pid in daemons(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    without = engine.ask(text)[0]
+    assert same(without, first)
+    found = 0
+    for _ in range(100):  # it is started again behind the requests
+        answer = engine.ask(text)[0]
+        assert same(answer, first)
+        found = answer.cached
+        if found:
+            break
+    assert found == 512
