@@ -507,4 +507,4 @@ def test_no_descriptor_is_left_open_by_clients_that_come_and_go(connect, runtime
             read(client, chain_of(range(16)))
     wait_for(lambda: count() <= before)
     assert own() <= mine
-    assert first.state().sessions == 1
+    wait_for(lambda: first.state().sessions == 1)

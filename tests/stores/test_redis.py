@@ -160,7 +160,7 @@ def test_a_unix_socket_is_a_place_too(tmp_path: Path) -> None:
 
 def test_a_database_and_a_user_with_few_rights_suffice(redis: Running) -> None:
     rules = "on >secret ~few:* &* -@all +getrange +set +strlen +exists +unlink +scan +object|idletime +ping"
-    rules += " +select +client|setinfo"
+    rules += " +select"  # and not +client|setinfo, which servers before 7.2 do not know
     cli(redis.port, "acl", "setuser", "few", *rules.split())
     store = RedisStore(f"redis://few@127.0.0.1:{redis.port}/3", prefix="few:", password="secret", **CALM)
     store.write("object", [b"data"])
