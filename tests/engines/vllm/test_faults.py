@@ -207,6 +207,36 @@ def test_hooks_that_raise_do_not_end_the_engine(
         engine.llm.reset_prefix_cache()
 
 
+def test_a_reset_also_removes_what_was_on_its_way_into_the_cache(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged = engine.worker._paged
+    gather = paged.gather
+    begun, go_on = threading.Event(), threading.Event()
+
+    def waiting(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        gather(*arguments)
+
+    monkeypatch.setattr(paged, "gather", waiting)
+    monkeypatch.setattr(engine.worker, "flush", lambda _: True)  # as in another process
+    from vllm import SamplingParams
+
+    driver = engine.llm.llm_engine
+    parameters = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
+    driver.add_request("late", {"prompt_token_ids": prompt(300, 6)}, parameters)
+    engine.step(begun.is_set)
+    assert engine.connector.reset_cache()
+    go_on.set()
+    engine.step(lambda: not engine.core.scheduler.has_requests())
+    monkeypatch.undo()
+    engine.settle()
+    assert engine.cache.stats().tiers["memory"].objects == 0
+    engine.llm.reset_prefix_cache()
+    assert engine.ask(prompt(300, 6))[0].cached == 0
+
+
 def test_requests_can_be_aborted_at_any_moment(
     engine: Engine, plain: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ class Scheduler:
         self._held_blocks = 0
         self._open: dict[str, list[Any]] = {}
         self._jobs = 0
+        self._clear_behind = 0
         self._pool: Any = None
         # A producer hands its prompts over whole; others keep tails that are cheap to find and share.
         role = vllm_config.kv_transfer_config.kv_role
@@ -92,6 +93,7 @@ class Scheduler:
         """A new request came: perhaps after a pause, in which workers of this very process went on."""
         worker = self._shared.worker
         if worker is not None:
+            self._timed = None
             self.reported((), worker.report())
 
     # what is found
@@ -124,6 +126,7 @@ class Scheduler:
         if external <= 0:
             if tracked is not None and not tracked.loading:
                 tracked.release()
+                tracked.looked_for = 0  # should it be preempted, it is looked up anew
             return
         # From here on vLLM waits for this load: it is sent whatever happens, and fails if it must.
         start = int(request.num_computed_tokens) if tracked is None else tracked.start
@@ -208,6 +211,7 @@ class Scheduler:
             if tracked is not None:
                 tracked.loading = False
                 tracked.release()
+                tracked.looked_for = 0
         if report is not None:
             self._settle(report)
 
@@ -223,13 +227,15 @@ class Scheduler:
         return any(now - held.since < YIELD_SECONDS for held in self._held.values())
 
     def reset(self) -> bool:
-        """Forget everything in every tier; whether anything was left undone."""
+        """Forget everything in every tier, also what is still on its way there."""
         if not self._settings.clear_on_reset:
             return True
         for tracked in self._requests.values():
             if not tracked.loading:
                 tracked.release()
-            tracked.next = 0
+            # What it has computed so far may be what the reset is about: of weights that are replaced now.
+            tracked.stores = False
+        self._clear_behind = self._jobs if self._held else 0
         worker = self._shared.worker
         if worker is not None:
             worker.flush(10.0)
@@ -245,9 +251,8 @@ class Scheduler:
 
     def _finish(self, tracked: Tracked, tables: tuple[Sequence[int], ...]) -> None:
         request = tracked.request
-        if (
-            tracked.loading
-        ):  # aborted: its blocks stay until the load has ended, and what is in them is not known
+        if tracked.loading:
+            # Aborted: its blocks stay until the load has ended, and what is in them is not known.
             self._cancelled.add(request.request_id)
             return
         tracked.release()
@@ -406,6 +411,9 @@ class Scheduler:
                 self._pool.free_blocks(reversed(held.blocks))
                 if held.event is not None and self.events is not None:
                     self.events.append(held.event)
+        if self._clear_behind and not any(job <= self._clear_behind for job in self._held):
+            self._clear_behind = 0
+            self._cache.clear()
 
     def _event(self, tracked: Tracked, first: int, count: int) -> Any:
         """The event that tells others, such as a router, that these tokens' KV can be had here."""
