@@ -1,4 +1,4 @@
-"""Bench `store`: the memory and disk tiers beside memcpy and bare pread and pwrite, per second of CPU time.
+"""Bench `store`: each tier beside the bare calls and clients it rests on, per second of CPU time.
 
 Everything is cold for the processor's caches: each pass goes over more bytes than they hold. The tier and the
 bare call take turns.
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from retain.bench.clock import Contender, Sample, interleaved
 from retain.bench.files import read_file, write_file
 from retain.bench.load import PROMPTS, load_rows
+from retain.bench.pool import Pool
 from retain.bench.progress import Steps
+from retain.bench.remote import REMOTE
 from retain.bench.report import Report, Value, new_figure
+from retain.errors import ConfigError
 from retain.stores.base import Store
 from retain.stores.disk import DiskStore
 from retain.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Bytes = npt.NDArray[np.uint8]
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 32 << 20)
 RATIO_SIZE = 4 << 20
@@ -36,8 +36,11 @@ RATIO_SIZE = 4 << 20
 POOL_BYTES = 256 << 20
 """Bytes gone over in turn: several times the last-level cache of the machine this was written on (32 MiB)."""
 
-BATCH_BYTES = 32 << 20
 ROUNDS = 24
+LOCAL = ("memory", "disk")
+REMOTE_SIZES = (1 << 20, 4 << 20)
+REMOTE_POOL_BYTES = 64 << 20
+REMOTE_ROUNDS = 6
 
 
 def run(
@@ -46,49 +49,61 @@ def run(
     rounds: int = ROUNDS,
     ratio_size: int = RATIO_SIZE,
     prompts: int = PROMPTS,
+    tiers: Sequence[str] = LOCAL,
 ) -> Report:
-    """Measure in a temporary folder. `ratio_size` is one of `sizes`; loading goes over `prompts` prompts."""
+    """Measure in a temporary folder. `ratio_size` is one of `sizes`; loading goes over `prompts` prompts.
+
+    Raises ConfigError for a tier that is not known, MissingDependency where its server is not installed.
+    """
+    for tier in tiers:
+        if tier not in (*LOCAL, *REMOTE):
+            raise ConfigError(
+                f"there is no bench of a tier {tier!r}; known are {', '.join((*LOCAL, *REMOTE))}"
+            )
     rows: list[dict[str, Value]] = []
     ratios: dict[str, float] = {}
     with (
-        Steps("store", 4 * len(sizes) + 2) as steps,
+        Steps("store", _steps(sizes, tiers)) as steps,
         tempfile.TemporaryDirectory(prefix="retain-bench-") as folder,
     ):
         for size in sizes:
             pool = Pool(size, pool_bytes)
             for tier, measure in (("memory", _memory), ("disk", _disk)):
+                if tier not in tiers:
+                    continue
                 for verb, label, found, baseline in measure(pool, Path(folder), rounds):
                     steps.step(f"{tier} {verb}, {size >> 10} KiB")
                     row = _row(f"{tier} {verb}", label, size, pool.batch * size, found, baseline)
                     rows.append(row)
                     if size == ratio_size:
                         ratios[f"store.{tier}.{verb}"] = float(row["ratio"] or 0)
-        steps.step("cache.load from disk", 0)
-        loading, ratio = load_rows(Path(folder), rounds, prompts)
-        steps.step("restart", 2)
-        rows += loading
-        ratios["store.cache.load"] = ratio
+        for tier in (each for each in REMOTE if each in tiers):
+            for size in (each for each in sizes if each in REMOTE_SIZES):
+                pool = Pool(size, min(pool_bytes, REMOTE_POOL_BYTES))
+                for verb, label, found, baseline in REMOTE[tier](
+                    pool, Path(folder), min(rounds, REMOTE_ROUNDS)
+                ):
+                    row = _row(f"{tier} {verb}", label, size, pool.batch * size, found, baseline)
+                    rows.append(row)
+                    if size == ratio_size and label != "raw socket":
+                        # The first client is the fastest where there are several.
+                        ratios.setdefault(f"store.{tier}.{verb}", float(row["ratio"] or 0))
+                steps.step(f"{tier}, {size >> 10} KiB")
+        if "store.redis.get" in ratios:
+            ratios["store.redis.get_over_redis_py"] = ratios["store.redis.get"]
+        if "disk" in tiers:
+            steps.step("cache.load from disk", 0)
+            loading, ratio = load_rows(Path(folder), rounds, prompts)
+            steps.step("restart", 2)
+            rows += loading
+            ratios["store.cache.load"] = ratio
     return Report("store", rows, ratios, {"contents_equal": True})
 
 
-class Pool:
-    """Objects of one size: `source`, and as many `target` places, all touched before anything is timed."""
-
-    def __init__(self, size: int, pool_bytes: int) -> None:
-        self.size = size
-        self.batch = max(1, min(BATCH_BYTES, pool_bytes) // size)
-        self.count = max(1, pool_bytes // size // self.batch) * self.batch
-        self.source: Bytes = np.random.default_rng(size).integers(0, 256, (self.count, size), np.uint8)
-        self.target: Bytes = np.ones((self.count, size), np.uint8)
-        self.out: Bytes = np.ones(size, np.uint8)
-
-    def turns(self, turn: int) -> range:
-        """The objects of a round: the rounds go over the whole pool before they come back."""
-        start = turn * self.batch % self.count
-        return range(start, start + self.batch)
-
-    def names(self, prefix: str) -> list[str]:
-        return [f"{prefix}{number}" for number in range(self.count)]
+def _steps(sizes: Sequence[int], tiers: Sequence[str]) -> int:
+    local = sum(2 * len(sizes) for tier in LOCAL if tier in tiers)
+    remote = sum(len(set(sizes) & set(REMOTE_SIZES)) for tier in REMOTE if tier in tiers)
+    return local + remote + (2 if "disk" in tiers else 0)
 
 
 _Measured = Iterator[tuple[str, str, Sample, Sample]]

@@ -11,6 +11,7 @@ import typer
 from retain.bench.report import Report, save_figure, tables
 from retain.cli.options import Json, Plot, settings
 from retain.cli.terminal import BAD, stdout
+from retain.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,11 +27,20 @@ Data = Annotated[
 
 
 @app.command("store")
-def store(as_json: Json = False, plot: Plot = None) -> None:
-    """Memory and disk tiers beside memcpy and bare pread and pwrite, per second of CPU time."""
+def store(
+    tier: Annotated[
+        str, typer.Option(metavar="LIST", help="Of memory, disk, redis, http and object, with commas.")
+    ] = "memory,disk",
+    as_json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Each tier beside the bare calls and clients it rests on, per second of CPU time.
+
+    Servers for remote tiers are started here where they are installed.
+    """
     from retain.bench import store as bench
 
-    finish(bench.run(), bench.plot, as_json, plot)
+    finish(bench.run(tiers=[each.strip() for each in tier.split(",")]), bench.plot, as_json, plot)
 
 
 @app.command("keys")
@@ -71,13 +81,28 @@ def trace(
 @app.command("ttft")
 def ttft(
     tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
+    engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PYTHON", help="With vllm: the Python of a venv with LMCache.", show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Time to the first token: cold, warm from memory, after a restart from disk; and what a miss costs."""
     from retain.bench import ttft as bench
 
-    finish(bench.run(tokens), bench.plot, as_json, plot)
+    if engine == "vllm":
+        from retain.bench import vllm_ttft
+
+        report = vllm_ttft.run(tokens, peers)
+    elif engine == "transformers":
+        report = bench.run(tokens)
+    else:
+        raise ConfigError(f"no engine {engine!r} is measured; known are transformers and vllm")
+    finish(report, bench.plot, as_json, plot)
 
 
 def finish(report: Report, draw: Callable[[Report], Figure], as_json: bool, plot: Path | None) -> None:
