@@ -42,16 +42,26 @@ def daemons(folder: Path) -> list[int]:
     return found
 
 
-def ask(model: Path, prompts: Sequence[Sequence[int]], *, ranks: int = 1, **options: Any) -> list[Answer]:
-    """What an engine in processes of its own answers, before all of them end."""
+def ask(
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tokens: int = 6,
+    ranks: int = 1,
+    tiers: Sequence[str] = TIERS,
+    single: bool = False,
+    **options: Any,
+) -> list[Answer]:
+    """What an engine in processes of its own (`single`: one) answers, before all of them end."""
     environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if single else "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))) if ranks > 1 else "nobind",
     }
     given = {
         "environment": environment,
         "model": str(model),
-        "tiers": TIERS,
+        "tiers": list(tiers),
+        "tokens": tokens,
         "prompts": [list(each) for each in prompts],
         "options": options,
     }
@@ -95,6 +105,26 @@ def test_one_kv_head_that_two_ranks_hold_is_stored_once(tiny_gemma: Callable[[in
     assert [answer.cached for answer in (*pair, *back)] == [0, 512, 512]
     assert same(pair[1], pair[0])
     assert same(back[0], pair[0])
+
+
+def test_rejected_drafts_are_never_stored(tiny_llama: Path) -> None:
+    # A prompt that repeats itself has the drafter guess often, and this model mostly answers otherwise. The
+    # drafter brings numba, after which vLLM starts no other engine in the same process.
+    text = prompt(40, 32) * 8
+    (wanted,) = ask(tiny_llama, [text], tokens=200, tiers=(), single=True)
+    again = [*text, *wanted.tokens[:150]]
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+    first, second = ask(
+        tiny_llama, [text, again], tokens=50, tiers=["memory:64MiB"], single=True, speculative_config=drafts
+    )
+    assert first.tokens == wanted.tokens[:50]
+    assert second.cached >= 352  # 369 had KV when the first answer ended
+    assert second.tokens == wanted.tokens[150:]
 
 
 def test_a21_a_daemon_that_dies_and_returns_costs_hits_and_no_answer(

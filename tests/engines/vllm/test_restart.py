@@ -1,4 +1,4 @@
-"""Engines one after the other: what one left on disk the next one finds, and drafts leave nothing."""
+"""Engines one after the other: what one left on disk the next one finds."""
 
 from __future__ import annotations
 
@@ -64,24 +64,3 @@ def test_a5_every_prompt_token_reaches_the_decode_side_though_the_last_step_had_
         assert answer.cached == length - 1  # the last token is computed in any case, to have its logits
         assert answer.tokens[0] == before.tokens[0]
     decode.close()
-
-
-def test_rejected_drafts_are_never_stored(launch: Callable[..., Engine], tiny_llama: Path) -> None:
-    # A prompt that repeats itself has the drafter guess often, and this model answers otherwise most times.
-    text = prompt(40, 32) * 8
-    plain = launch(tiny_llama, None)
-    wanted = plain.ask(text, tokens=200)[0]
-    plain.close()
-    drafts = {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
-    engine = launch(tiny_llama, {"tiers": ["memory:256MiB"]}, speculative_config=drafts)
-    first = engine.ask(text, tokens=200)[0]
-    assert first.tokens == wanted.tokens
-    second = engine.ask([*text, *wanted.tokens[:150]], tokens=50)[0]
-    assert second.cached >= 448
-    assert second.tokens == wanted.tokens[150:]
-    engine.close()
