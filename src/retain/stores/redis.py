@@ -68,7 +68,9 @@ class RedisStore:
             raise StoreFull(f"the object {name} has {size} bytes; one value has {MOST_BYTES} at the most")
 
         def speak(link: Link, call: Call) -> None:
-            link.send([b"%b$%d\r\n" % (_command(b"SET", key, more=1), size), *parts, b"\r\n"], call.until)
+            # The head by itself: the server then reads the value into its place, which saves it a third.
+            link.send([b"%b$%d\r\n" % (_command(b"SET", key, more=1), size)], call.until)
+            link.send([*parts, b"\r\n"], call.until)
             reply = link.line(call.until)
             call.begins()
             if reply != b"+OK":
