@@ -100,7 +100,7 @@ def nginx(folder: Path, root: Path, *, extra: str = "", listen: str = "") -> Ite
         f"{each}_temp_path {folder}/{each};" for each in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     (folder / "nginx.conf").write_text(
-        f"""daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;
+        f"""daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
         {"user root;" if os.getuid() == 0 else ""}
         events {{ worker_connections 256; }}
         http {{ access_log off; sendfile on; {temporary} keepalive_requests 100000;
