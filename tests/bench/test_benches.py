@@ -129,4 +129,4 @@ def test_the_demo_runs_on_a_short_program(temporary, monkeypatch, smollm2):
     report = demo.run(temporary, said.append)
     assert report.passed, report.checks
     assert [row["disk_tokens"] == 0 for row in report.rows] == [True, True, False]
-    assert any("starting it again" in text for text in said)
+    assert any("starting both again" in text for text in said)

@@ -406,6 +406,17 @@ def test_an_idle_daemon_ends_and_its_tiers_persist(runtime, tmp_path, monkeypatc
         assert cache.lookup(Query(chain, SPEC)).tokens_by_tier == {"disk": 64}
 
 
+def test_a_runtime_folder_with_a_long_path_serves_too(tmp_path, monkeypatch):
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    with start.connect(["memory:1MiB"]) as cache:
+        fill(cache, chain_of(range(16)))
+        assert len(pids(folder)) == 1
+        assert cache.stop_daemon()
+    wait_for(lambda: not pids(folder))
+
+
 def test_clients_of_other_configurations_have_daemons_of_their_own(connect, runtime):
     one, two = connect("memory:1MiB"), connect("memory:2MiB")
     assert one.state().pid != two.state().pid

@@ -31,12 +31,12 @@ STOP_SECONDS = 90.0
 
 
 class OwnDaemons:
-    """A runtime folder of this run's own, so that its servers meet no other daemon. A context manager."""
+    """A runtime folder of this run's own, so that it and its servers meet no other daemon: a context."""
 
     def __init__(self) -> None:
-        # Not below a folder of the user's choice: a socket's path has at most 108 bytes.
         self._folder = tempfile.TemporaryDirectory(prefix="retain-run-")
         self.environment = {"XDG_RUNTIME_DIR": self._folder.name}
+        self._before: str | None = None
 
     def stop(self) -> int:
         """End every daemon; how many there were."""
@@ -44,12 +44,18 @@ class OwnDaemons:
         return sum(_end_daemon(path) for path in sockets)
 
     def __enter__(self) -> Self:
+        self._before = os.environ.get("XDG_RUNTIME_DIR")
+        os.environ.update(self.environment)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        if self._before is None:
+            del os.environ["XDG_RUNTIME_DIR"]
+        else:
+            os.environ["XDG_RUNTIME_DIR"] = self._before
         self._folder.cleanup()
 
 

@@ -57,7 +57,7 @@ def trace(
     name: Annotated[
         str,
         typer.Option(
-            "--trace", metavar="NAME", help="mooncake-conversation, mooncake-synthetic, weka, or a file."
+            "--trace", metavar="NAME", help="mooncake-conversation, mooncake-synthetic, weka, weka-eighth, or a file."
         ),
     ] = "mooncake-conversation",
     capacity: Annotated[
@@ -65,7 +65,7 @@ def trace(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="lru, lru-leaf, belady or belady-leaf. Repeatable.", show_default=False),
+        typer.Option(help="One of those listed in docs/eviction.md. Repeatable.", show_default=False),
     ] = None,
     data: Data = None,
     as_json: Json = False,

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from retain.address import TierAddress, parse_tier
@@ -31,12 +31,15 @@ START_SECONDS = 30.0
 IDLE_SECONDS = 600.0
 """After how long without clients a daemon that was started on demand ends."""
 
+LONGEST_PATH = 107
+"""What sockaddr_un holds, in bytes, without the zero at the end."""
+
 log = logging.getLogger("retain.daemon")
 
 
 def connect(
     tiers: Sequence[str | TierAddress],
-    policy: str = "lru-leaf",
+    policy: str = "reuse-leaf",
     *,
     client: str = "python",
     start: bool = True,
@@ -70,7 +73,8 @@ def reach(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(5.0)
-        connection.connect(str(path))
+        with address_of(path) as address:
+            connection.connect(address)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         _, uid, _ = struct.unpack("3i", credentials)
         if uid not in (os.getuid(), 0):
@@ -100,11 +104,25 @@ def listen(path: Path) -> tuple[socket.socket, int] | None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
-        listener.bind(str(path))
+        with address_of(path) as address:
+            listener.bind(address)
     finally:
         os.umask(before)
     listener.listen(64)
     return listener, lock
+
+
+@contextmanager
+def address_of(path: Path) -> Iterator[str]:
+    """The path by which a socket can be bound or reached: sockets' own paths have at most 107 bytes."""
+    if len(os.fsencode(path)) <= LONGEST_PATH:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def spawn(tiers: Sequence[TierAddress], policy: str, path: Path) -> None:

@@ -111,13 +111,20 @@ def load(
     return Loaded(model, tokenizer, spec_of(model, found.name, digests))
 
 
+def prepared(source: Source | str, *, cache: Path | None = None) -> Path:
+    """The directory of a model as other engines read it: config, weights, tokenizer; a GGUF file is
+    converted.
+    """
+    found = find(source) if isinstance(source, str) else source
+    if found.kind != "gguf":
+        return found.path
+    place = cache or cache_directory()
+    return converted(found, place, DigestCache(place / "digests.json"), log.info)
+
+
 def load_tokenizer(source: Source | str, *, cache: Path | None = None) -> Any:
     """The tokenizer alone; a GGUF file is converted if it was not before."""
-    found = find(source) if isinstance(source, str) else source
-    place = cache or cache_directory()
-    directory = found.path
-    if found.kind == "gguf":
-        directory = converted(found, place, DigestCache(place / "digests.json"), log.info)
+    directory = prepared(source, cache=cache)
     with _quiet():
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 

@@ -1,0 +1,75 @@
+"""LMCache's server as a peer to measure beside: the one mode that runs on a CPU, in a venv of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from retain.bench.vllm_trial import TrialError, session_of
+from retain.engines import vllm
+
+READY_SECONDS = 120.0
+
+
+class LMCacheServer:
+    """`lmcache server` on loopback, as a context manager; `python` is that of the venv it is installed in."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self._python = Path(python)
+        self._log = folder / "lmcache.log"
+        self._port, self._http, self._metrics = (_free_port() for _ in range(3))
+        self._process: subprocess.Popen[bytes] | None = None
+        # As a file, for Retain itself is not installed there.
+        self.program = (str(Path(vllm.__file__).with_name("trial.py")),)
+        self.environment: dict[str, str] = {}
+        self.connector: dict[str, Any] = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": self._port,
+            },
+        }
+
+    def __enter__(self) -> Self:
+        command = [
+            str(self._python.parent / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(self._port),
+            "--l1-size-gb", "1", "--l1-init-size-gb", "1", "--chunk-size", "256", "--max-workers", "1",
+            "--eviction-policy", "LRU", "--http-port", str(self._http),
+            "--prometheus-port", str(self._metrics), "--supported-transfer-mode", "auto",
+        ]  # fmt: skip
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._http), 1):
+                return self
+            time.sleep(0.2)
+        self._stop()
+        words = " / ".join(self._log.read_text("utf-8", "replace").strip().splitlines()[-4:])
+        raise TrialError(f"LMCache's server did not start: {words}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            for pid in session_of(self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
