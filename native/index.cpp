@@ -115,8 +115,12 @@ Index::Index(const std::string& policy)
         policy_ = Policy::kLru;
     } else if (policy == "lru-leaf") {
         policy_ = Policy::kLruLeaf;
+    } else if (policy == "reuse-leaf") {
+        policy_ = Policy::kReuseLeaf;
+        forecast_.emplace();
+        ghosts_.emplace();
     } else {
-        throw std::invalid_argument("unknown eviction policy '" + policy + "'; known are lru and lru-leaf");
+        throw std::invalid_argument("unknown eviction policy '" + policy + "'; known are reuse-leaf, lru-leaf and lru");
     }
 }
 
@@ -134,7 +138,7 @@ Slot Index::insert(const Key& key, std::uint32_t form, std::uint32_t space, cons
     } else {
         free_ = records_[slot].key_next;
     }
-    records_[slot] = Record{key, parent, size, offset, form, space, 0, 0, kNone, kNone, kNone, kNone, true, false};
+    records_[slot] = Record{key, parent, size, offset, form, space, 0, 0, kNone, kNone, kNone, kNone, true, false, 0, 0};
     ticks_[slot] = ++clock_;
     position_[slot] = kNone;
     by_key_.insert(records_, slot);
@@ -142,6 +146,7 @@ Slot Index::insert(const Key& key, std::uint32_t form, std::uint32_t space, cons
     ++totals_.count;
     totals_.bytes += size;
     add_to_space(records_[slot]);
+    begin_wait(slot);
     reconsider(slot);
     return slot;
 }
@@ -151,6 +156,7 @@ void Index::remove(Slot slot) {
     if (position_[slot] != kNone) {
         heap_remove(slot);
     }
+    end_wait(slot);
     by_key_.remove(records_, slot);
     unlink(slot);
     leased_ -= record.refs > 0;
@@ -221,11 +227,15 @@ void Index::touch(const Slot* slots, std::size_t count) {
         const Slot slot = slots[i];
         Record& record = records_[slot];
         record.hits += record.hits != 0xFFFFFFFFu;
-        ticks_[slot] = ++clock_;
-        to_front(slot);
-        if (position_[slot] != kNone) {
-            sift_down(position_[slot]);
+        if (policy_ == Policy::kReuseLeaf) {
+            use_again(slot);
+        } else {
+            ticks_[slot] = ++clock_;
+            if (position_[slot] != kNone) {
+                sift_down(heap_of(slot), position_[slot]);
+            }
         }
+        to_front(slot);
     }
 }
 
@@ -301,8 +311,24 @@ void Index::set_space(Slot slot, std::uint32_t space) {
 void Index::set_offset(Slot slot, std::uint64_t offset) { at(slot).offset = offset; }
 
 Slot Index::victim() const {
-    if (!heap_.empty()) {
-        return heap_[0];
+    Slot least = kNone;
+    double least_value = 0.0;
+    for (const Heap& heap : heaps_) {
+        if (heap.empty()) {
+            continue;
+        }
+        const Slot slot = heap[0];
+        if (!forecast_) {
+            return slot;
+        }
+        const double value = forecast_->value(records_[slot].kind, ticks_[slot]);
+        if (least == kNone || value < least_value || (value == least_value && before(slot, least))) {
+            least = slot;
+            least_value = value;
+        }
+    }
+    if (least != kNone) {
+        return least;
     }
     if (policy_ == Policy::kLru || leased_ != 0 || pinned_ != 0) {
         return kNone;
@@ -337,8 +363,13 @@ Totals Index::space_totals(std::uint32_t space) const {
 std::size_t Index::nbytes() const {
     // A node of the spaces' map: its pair, a link and the allocator's word.
     const std::size_t node = sizeof(std::pair<const std::uint32_t, Totals>) + 2 * sizeof(void*);
-    return sizeof(*this) + records_.nbytes() + by_key_.nbytes() + by_parent_.nbytes() + ticks_.nbytes() +
-           position_.nbytes() + heap_.nbytes() + spaces_.size() * node + spaces_.bucket_count() * sizeof(void*);
+    std::size_t heaps = 0;
+    for (const Heap& heap : heaps_) {
+        heaps += heap.nbytes();
+    }
+    const std::size_t learned = (forecast_ ? forecast_->nbytes() : 0) + (ghosts_ ? ghosts_->nbytes() : 0);
+    return sizeof(*this) + learned + records_.nbytes() + by_key_.nbytes() + by_parent_.nbytes() + ticks_.nbytes() +
+           position_.nbytes() + heaps + spaces_.size() * node + spaces_.bucket_count() * sizeof(void*);
 }
 
 Record& Index::at(Slot slot) {
@@ -432,6 +463,60 @@ void Index::reconsider_all(const Key& key) {
     }
 }
 
+std::uint64_t Index::ghost_name(const Record& record) const {
+    // Unseeded: which ghosts share a bucket must not differ between runs, and a crowded bucket only forgets sooner.
+    constexpr std::uint64_t a = 0x9E3779B97F4A7C15u, b = 0xBF58476D1CE4E5B9u, c = 0x94D049BB133111EBu;
+    const auto& words = record.key.words;
+    const std::uint64_t hash = fold(fold(words[0] ^ a, words[1] ^ b) ^ words[2] ^ c, words[3] ^ record.form ^ a);
+    const std::uint64_t name = hash >> (64 - Ghosts::kNameBits);
+    return name == 0 ? 1 : name;
+}
+
+void Index::begin_wait(Slot slot) {
+    if (!forecast_) {
+        return;
+    }
+    Record& record = records_[slot];
+    forecast_->advance(clock_, totals_.count);
+    const Ghosts::Ghost ghost = ghosts_->take(ghost_name(record));
+    if (ghost.name != 0) {
+        const auto uses = static_cast<std::uint8_t>(ghost.uses);
+        forecast_->used(kind_of(uses), ghost.tick);
+        record.uses = uses + (uses != 0xFFu);
+    }
+    record.kind = kind_of(record.uses);
+    forecast_->wait(record.kind, clock_);
+}
+
+void Index::end_wait(Slot slot) {
+    if (!forecast_) {
+        return;
+    }
+    const Record& record = records_[slot];
+    const Ghosts::Ghost forgotten = ghosts_->put({ghost_name(record), ticks_[slot], record.uses}, totals_.count);
+    if (forgotten.name != 0) {
+        forecast_->lost(kind_of(static_cast<std::uint8_t>(forgotten.uses)), forgotten.tick);
+    }
+}
+
+void Index::use_again(Slot slot) {
+    Record& record = records_[slot];
+    const bool present = position_[slot] != kNone;
+    if (present) {
+        heap_remove(slot);
+    }
+    ++clock_;
+    forecast_->advance(clock_, totals_.count);
+    forecast_->used(record.kind, ticks_[slot]);
+    ticks_[slot] = clock_;
+    record.uses += record.uses != 0xFFu;
+    record.kind = kind_of(record.uses);
+    forecast_->wait(record.kind, clock_);
+    if (present) {
+        heap_push(slot);
+    }
+}
+
 bool Index::candidate(Slot slot) const {
     const Record& record = records_[slot];
     return record.refs == 0 && !record.pinned && (policy_ == Policy::kLru || !has_child(record.key));
@@ -446,60 +531,62 @@ void Index::reconsider(Slot slot) {
     }
 }
 
-void Index::place(std::size_t position, Slot slot) {
-    heap_[position] = slot;
+void Index::place(Heap& heap, std::size_t position, Slot slot) {
+    heap[position] = slot;
     position_[slot] = static_cast<std::uint32_t>(position);
 }
 
-void Index::sift_up(std::size_t position) {
-    const Slot slot = heap_[position];
+void Index::sift_up(Heap& heap, std::size_t position) {
+    const Slot slot = heap[position];
     while (position > 0) {
         const std::size_t above = (position - 1) / kArity;
-        if (!before(slot, heap_[above])) {
+        if (!before(slot, heap[above])) {
             break;
         }
-        place(position, heap_[above]);
+        place(heap, position, heap[above]);
         position = above;
     }
-    place(position, slot);
+    place(heap, position, slot);
 }
 
-void Index::sift_down(std::size_t position) {
-    const Slot slot = heap_[position];
+void Index::sift_down(Heap& heap, std::size_t position) {
+    const Slot slot = heap[position];
     for (;;) {
         const std::size_t first = position * kArity + 1;
-        if (first >= heap_.size()) {
+        if (first >= heap.size()) {
             break;
         }
         std::size_t least = first;
-        for (std::size_t i = first + 1; i < std::min(first + kArity, heap_.size()); ++i) {
-            if (before(heap_[i], heap_[least])) {
+        for (std::size_t i = first + 1; i < std::min(first + kArity, heap.size()); ++i) {
+            if (before(heap[i], heap[least])) {
                 least = i;
             }
         }
-        if (!before(heap_[least], slot)) {
+        if (!before(heap[least], slot)) {
             break;
         }
-        place(position, heap_[least]);
+        place(heap, position, heap[least]);
         position = least;
     }
-    place(position, slot);
+    place(heap, position, slot);
 }
 
 void Index::heap_push(Slot slot) {
-    heap_.push_back(slot);
-    sift_up(heap_.size() - 1);
+    Heap& heap = heap_of(slot);
+    heap.push_back(slot);
+    sift_up(heap, heap.size() - 1);
 }
 
 void Index::heap_remove(Slot slot) {
+    Heap& heap = heap_of(slot);
     const std::size_t position = position_[slot];
-    const Slot last = heap_[heap_.size() - 1];
-    heap_.pop_back();
+    const Slot last = heap[heap.size() - 1];
+    heap.pop_back();
     position_[slot] = kNone;
     if (last != slot) {
-        place(position, last);
-        sift_up(position);
-        sift_down(position_[last]);
+        place(heap, position, last);
+        sift_up(heap, position);
+        sift_down(heap, position_[last]);
     }
 }
 

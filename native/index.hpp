@@ -1,6 +1,6 @@
 // The index of a tier: which objects it holds, how they hang together, and which of them goes next.
 //
-// About 145 bytes a record at a million records, everything included. Records live in fixed chunks and the hash tables
+// About 145 bytes a record at a million records, everything included, and 40 more where the policy remembers what is gone. Records live in fixed chunks and the hash tables
 // grow one bucket an insertion, so that no call ever pays for moving or rehashing everything.
 
 #pragma once
@@ -9,12 +9,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "chunked.hpp"
+#include "forecast.hpp"
 
 namespace retain {
 
@@ -35,38 +37,6 @@ struct Key {
     bool operator!=(const Key& other) const { return words != other.words; }
 };
 
-// A vector that grows by chunks: elements never move, and at most one chunk is spare.
-template <typename T>
-class Chunked {
-  public:
-    static constexpr std::size_t kBits = 12;
-    static constexpr std::size_t kChunk = std::size_t{1} << kBits;
-
-    T& operator[](std::size_t i) { return chunks_[i >> kBits][i & (kChunk - 1)]; }
-    const T& operator[](std::size_t i) const { return chunks_[i >> kBits][i & (kChunk - 1)]; }
-    std::size_t size() const { return size_; }
-    bool empty() const { return size_ == 0; }
-
-    void push_back(const T& value) {
-        if (size_ == chunks_.size() * kChunk) {
-            chunks_.push_back(std::make_unique<T[]>(kChunk));
-        }
-        (*this)[size_] = value;
-        ++size_;
-    }
-    void pop_back() {
-        --size_;
-        if (chunks_.size() * kChunk >= size_ + 2 * kChunk) {
-            chunks_.pop_back();
-        }
-    }
-    std::size_t nbytes() const { return chunks_.size() * kChunk * sizeof(T) + chunks_.capacity() * sizeof(void*); }
-
-  private:
-    std::vector<std::unique_ptr<T[]>> chunks_;
-    std::size_t size_ = 0;
-};
-
 struct Record {
     Key key;
     Key parent;
@@ -82,6 +52,8 @@ struct Record {
     Slot sibling_prev;
     bool live;
     bool pinned;
+    std::uint8_t uses;  // as `hits`, but from before an eviction too, up to 255
+    std::uint8_t kind;  // of the policy: the heap that it belongs in
 };
 
 using Records = Chunked<Record>;
@@ -113,7 +85,7 @@ class Chains {
     std::size_t entries_ = 0;
 };
 
-enum class Policy { kLru, kLruLeaf };
+enum class Policy { kLru, kLruLeaf, kReuseLeaf };
 
 struct Totals {
     std::uint64_t count = 0;
@@ -168,14 +140,21 @@ class Index {
     bool has_child(const Key& key) const;
     void reconsider_all(const Key& key);
 
-    // The order of eviction. A policy that weighs more than recency changes `candidate` and `before`, nothing else.
+    // The order of eviction: among the candidates of a kind by age, among the kinds by what the forecast makes of the oldest.
     bool candidate(Slot slot) const;
     bool before(Slot a, Slot b) const { return ticks_[a] < ticks_[b]; }
 
+    std::uint64_t ghost_name(const Record& record) const;
+    void begin_wait(Slot slot);
+    void end_wait(Slot slot);
+    void use_again(Slot slot);
+
     void reconsider(Slot slot);
-    void place(std::size_t position, Slot slot);
-    void sift_up(std::size_t position);
-    void sift_down(std::size_t position);
+    using Heap = Chunked<Slot>;
+    Heap& heap_of(Slot slot) { return heaps_[records_[slot].kind]; }
+    void place(Heap& heap, std::size_t position, Slot slot);
+    void sift_up(Heap& heap, std::size_t position);
+    void sift_down(Heap& heap, std::size_t position);
     void heap_push(Slot slot);
     void heap_remove(Slot slot);
 
@@ -185,7 +164,9 @@ class Index {
     Chains by_parent_;
     Chunked<std::uint64_t> ticks_;    // apart from the records: the heap reads them alone, and a million fit a CPU cache
     Chunked<std::uint32_t> position_;  // of a slot in the heap, kNone when it may not be evicted
-    Chunked<Slot> heap_;
+    std::array<Heap, kKinds> heaps_;
+    std::optional<Forecast> forecast_;
+    std::optional<Ghosts> ghosts_;
     std::unordered_map<std::uint32_t, Totals> spaces_;
     Slot free_ = kNone;
     std::uint64_t clock_ = 0;
