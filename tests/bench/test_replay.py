@@ -5,11 +5,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.bench import trace
-from retain.bench.replay import replay_belady, replay_policy
+from retain.bench.replay import replay_belady, replay_policy, replay_rival
+from retain.bench.rivals import RIVALS
 from retain.bench.traces import Request, Trace
 from retain.errors import ConfigError
 
@@ -81,6 +82,65 @@ def best_block_hits(touches: list[int], capacity: int) -> int:
 def test_belady_is_the_optimum_for_single_blocks(leaf, touches, capacity):
     found = replay_belady(trace_of(*([block] for block in touches)), capacity, leaf=leaf)
     assert found.hit_tokens == 16 * best_block_hits(touches, capacity)
+
+
+@pytest.mark.parametrize("policy", RIVALS)
+@settings(deadline=None)
+@given(requests=chains, capacity=st.integers(1, 10))
+def test_every_rival_stays_within_its_capacity_and_below_the_optimum(policy, requests, capacity):
+    cache = RIVALS[policy](capacity)
+    for block in (block for request in requests for block in request):
+        was = {number for number in range(13) if number in cache}
+        before = cache.evictions
+        cache.use(block, 0)
+        now = {number for number in range(13) if number in cache}
+        assert block in now or policy in ("lfu", "gdsf")
+        assert len(now) <= capacity
+        assert len(was | {block}) - len(now) == cache.evictions - before
+    touches = [[block] for request in requests[:3] for block in request[:4]]
+    found = replay_rival(trace_of(*touches), capacity, policy).hit_tokens
+    assert found <= replay_belady(trace_of(*touches), capacity).hit_tokens
+
+
+@pytest.mark.parametrize(
+    ("policy", "touches", "capacity", "kept"),
+    [
+        ("lfu", [1, 1, 2, 2, 3, 4], 3, {1, 2, 4}),
+        ("gdsf", [1, 1, 2, 3, 4, 5], 2, {4, 5}),
+        ("sieve", [1, 2, 3, 1, 4], 3, {1, 3, 4}),
+        ("s3-fifo", [1, 1, 1, 2, 3, 4], 3, {1, 3, 4}),
+        ("arc", [1, 1, 2, 3, 4, 5], 3, {1, 4, 5}),
+    ],
+)
+def test_rivals_keep_what_their_papers_say(policy, touches, capacity, kept):
+    cache = RIVALS[policy](capacity)
+    for block in touches:
+        cache.use(block, 0)
+    assert {number for number in range(9) if number in cache} == kept
+
+
+def test_the_default_policy_closes_a_gap_only_beside_lru_and_belady(tmp_path):
+    file = tmp_path / "made.jsonl"
+    line = '{{"input_length": {}, "hash_ids": {}}}'
+    rows = [line.format(512 * 2, [1, n]) for n in (2, 3, 4, 2, 3, 4)]
+    file.write_text("\n".join(rows))
+    report = trace.run(str(file), None, (3,), (trace.DEFAULT, "lru", "belady"))
+    rate = {str(row["policy"]): float(row["hit_rate"] or 0) for row in report.rows}
+    assert rate["belady"] > rate["lru"]
+    closed = (rate[trace.DEFAULT] - rate["lru"]) / (rate["belady"] - rate["lru"])
+    assert report.ratios["trace.made.3.default_gap_closed"] == pytest.approx(closed)
+    assert "trace.made.3.default_gap_closed" not in trace.run(str(file), None, (3,), ("lru",)).ratios
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mooncake-conversation", "mooncake-synthetic"])
+def test_the_default_policy_finds_at_least_what_lru_finds(data, name):
+    report = trace.run(name, data, (), (trace.DEFAULT, "lru"))
+    rate = {(row["policy"], row["capacity"]): float(row["hit_rate"] or 0) for row in report.rows}
+    for capacity in trace.CAPACITIES[name]:
+        assert rate[trace.DEFAULT, capacity] >= rate["lru", capacity]
+    if name == "mooncake-conversation":
+        assert rate[trace.DEFAULT, 5_000] >= 0.165
 
 
 def test_a_replay_tells_how_far_it_is():

@@ -1,4 +1,4 @@
-"""Replays a trace against limited capacity: the product's own policies, and Belady's optimum above them."""
+"""Replays a trace against limited capacity: by the index's own policies, by others, and by Belady's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retain._native import Index
+from retain.bench.rivals import RIVALS
 from retain.bench.traces import Trace
 
 Advance = Callable[[int], None]
@@ -68,6 +69,19 @@ def replay_policy(
                 evictions += 1
         advance(done)
     return Replay(hits * trace.block_tokens, trace.tokens, evictions)
+
+
+def replay_rival(trace: Trace, capacity: int, policy: str, *, advance: Advance = lambda done: None) -> Replay:
+    """Replay by one of RIVALS, touching the same blocks in the same order."""
+    cache = RIVALS[policy](capacity)
+    hits = 0
+    for done, request in enumerate(trace.requests, 1):
+        blocks = request.blocks.tolist()
+        hits += next((place for place, block in enumerate(blocks) if block not in cache), len(blocks))
+        for depth, block in enumerate(blocks):
+            cache.use(block, depth)
+        advance(done)
+    return Replay(hits * trace.block_tokens, trace.tokens, cache.evictions)
 
 
 def _keys(blocks: npt.NDArray[np.int64]) -> bytes:

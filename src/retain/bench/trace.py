@@ -8,17 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retain.bench.progress import Steps
-from retain.bench.replay import Replay, replay_belady, replay_policy
+from retain.bench.replay import Replay, replay_belady, replay_policy, replay_rival
 from retain.bench.report import Report, Value, new_figure
+from retain.bench.rivals import RIVALS
 from retain.bench.traces import Trace, read_trace
+from retain.config import POLICIES as PRODUCT
+from retain.config import Settings
 from retain.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-POLICIES = ("lru", "lru-leaf", "belady", "belady-leaf")
-DEFAULT_POLICIES = ("lru", "lru-leaf", "belady-leaf")
-DEFAULT_CAPACITIES = (10_000, 1_000, 5_000, 20_000, 50_000)
+DEFAULT = Settings().policy
+POLICIES = (*PRODUCT, *RIVALS, "belady", "belady-leaf")
+CAPACITIES = {
+    "mooncake-conversation": (10_000, 1_000, 2_000, 5_000, 20_000, 50_000),
+    "mooncake-synthetic": (5_000, 500, 1_000, 2_000, 10_000, 20_000),
+    "weka": (100_000, 20_000, 50_000, 200_000, 500_000, 1_000_000),
+    "weka-eighth": (20_000, 5_000, 10_000, 50_000, 100_000, 200_000),
+}
+"""Replayed unless others are asked for; the first is the one that ratios without a capacity are of."""
+OTHER_CAPACITIES = (10_000, 1_000, 2_000, 5_000, 20_000, 50_000)
 
 REFERENCE = {
     ("mooncake-conversation", "lru", 1_000): 0.0457,
@@ -38,10 +48,12 @@ _STEPS_PER_REPLAY = 100
 def run(name: str, data: Path | None, capacities: Sequence[int] = (), policies: Sequence[str] = ()) -> Report:
     """Replay trace `name` for every capacity (in blocks) and policy.
 
-    The ratios without a capacity in their name are those of the first capacity. Raises ConfigError.
+    The ratios without a capacity in their name are those of the first capacity. Where the default policy was
+    replayed beside LRU and plain Belady, `trace.TRACE.CAPACITY.default_gap_closed` is how far it comes from
+    the first to the second. Raises ConfigError.
     """
-    capacities = tuple(dict.fromkeys(capacities or DEFAULT_CAPACITIES))
-    policies = tuple(dict.fromkeys(policies or DEFAULT_POLICIES))
+    capacities = tuple(dict.fromkeys(capacities or CAPACITIES.get(name, OTHER_CAPACITIES)))
+    policies = tuple(dict.fromkeys(policies or POLICIES))
     for policy in policies:
         if policy not in POLICIES:
             raise ConfigError(f"no policy is called {policy!r}; known are {', '.join(POLICIES)}")
@@ -54,10 +66,12 @@ def run(name: str, data: Path | None, capacities: Sequence[int] = (), policies: 
         ratios: dict[str, float] = {}
         checks: dict[str, bool] = {}
         for capacity in sorted(capacities):
+            rates: dict[str, float] = {}
             for policy in policies:
                 start = time.perf_counter()
                 found = _replay(trace, capacity, policy, steps)
                 seconds = time.perf_counter() - start
+                rates[policy] = found.hit_rate
                 rows.append(
                     {
                         "trace": trace.name,
@@ -78,6 +92,11 @@ def run(name: str, data: Path | None, capacities: Sequence[int] = (), policies: 
                 known = REFERENCE.get((trace.name, policy, capacity))
                 if known is not None:
                     checks[f"{policy}_{capacity}_equals_reference"] = round(found.hit_rate, 4) == known
+            if {DEFAULT, "lru", "belady"} <= rates.keys():
+                checks[f"default_{capacity}_at_least_lru"] = rates[DEFAULT] >= rates["lru"]
+                if rates["belady"] > rates["lru"]:
+                    closed = (rates[DEFAULT] - rates["lru"]) / (rates["belady"] - rates["lru"])
+                    ratios[f"trace.{trace.name}.{capacity}.default_gap_closed"] = closed
     return Report("trace", rows, ratios, checks)
 
 
@@ -95,6 +114,8 @@ def _replay(trace: Trace, capacity: int, policy: str, steps: Steps) -> Replay:
 
     if policy.startswith("belady"):
         return replay_belady(trace, capacity, leaf=policy == "belady-leaf", advance=advance)
+    if policy in RIVALS:
+        return replay_rival(trace, capacity, policy, advance=advance)
     return replay_policy(trace, capacity, policy, advance=advance)
 
 
@@ -108,7 +129,9 @@ def plot(report: Report) -> Figure:
             [100 * float(y or 0) for _, y in points],
             marker="o",
             linestyle="--" if policy.startswith("belady") else "-",
-            color="0.45" if policy.startswith("belady") else None,
+            color=_color(policy),
+            linewidth=2.2 if policy in PRODUCT else 1.0,
+            alpha=1.0 if policy in PRODUCT else 0.8,
             label=policy,
         )
     axes.set_xscale("log")
@@ -118,3 +141,9 @@ def plot(report: Report) -> Figure:
     axes.set_title(f"Hit rate on {report.rows[0]['trace']}", loc="left")
     axes.legend(frameon=False)
     return figure
+
+
+def _color(policy: str) -> str | None:
+    if policy.startswith("belady"):
+        return "0.45"
+    return {"reuse-leaf": "C3", "lru-leaf": "C0", "lru": "0.1"}.get(policy)
