@@ -40,22 +40,22 @@ class Listed:
 @contextmanager
 def disk_tiers(addresses: Sequence[TierAddress]) -> Iterator[list[DiskTier]]:
     """The disk tiers among `addresses`, open. Raises ConfigError where there is none to look at."""
-    from retain.stores.disk import DiskStore
+    from retain.stores.opening import open_store
 
-    paths = [address.path for address in addresses if address.path is not None]
-    if not paths:
+    chosen = [(address.path, address) for address in addresses if address.path is not None]
+    if not chosen:
         raise ConfigError(
             "none of the tiers is a disk tier, and memory tiers end with their process: give --tier disk:PATH"
         )
     tiers: list[DiskTier] = []
     try:
-        for path in paths:
+        for path, address in chosen:
             # Looking at a tier must not create it.
             if not path.is_dir():
                 raise ConfigError(
                     f"the folder {path} of the disk tier does not exist: nothing has been kept there yet"
                 )
-            tiers.append(DiskTier(path, DiskStore(path)))
+            tiers.append(DiskTier(path, open_store(address)))
         yield tiers
     finally:
         for tier in tiers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from rich.progress import Progress
 from retain.cli.objects import disk_tiers, read
 from retain.cli.options import Json, Tiers, settings
 from retain.cli.terminal import BAD, stderr, stdout
-from retain.errors import InvalidObject, StoreUnavailable
+from retain.errors import ForeignObject, InvalidObject, StoreUnavailable
 from retain.stores.base import Store, StoredObject
 
 Delete = Annotated[bool, typer.Option("--delete", help="Remove the bad objects.")]
@@ -31,12 +32,13 @@ def verify(context: typer.Context, tier: Tiers = None, delete: Delete = False, a
                 checked += 1
                 problem = problem_of(each.store, stored)
                 if problem is not None:
-                    removed = delete and each.store.delete(stored.name)
+                    # What cannot be read here, for want of a key or of a newer version, may be intact.
+                    removed = delete and problem.damaged and each.store.delete(stored.name)
                     bad.append(
                         {
                             "name": stored.name,
                             "tier": f"disk:{each.path}",
-                            "problem": problem,
+                            "problem": problem.text,
                             "removed": removed,
                         }
                     )
@@ -53,17 +55,27 @@ def verify(context: typer.Context, tier: Tiers = None, delete: Delete = False, a
         raise typer.Exit(BAD)
 
 
-def problem_of(store: Store, stored: StoredObject) -> str | None:
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with an object, and whether that means that it is damaged."""
+
+    text: str
+    damaged: bool = True
+
+
+def problem_of(store: Store, stored: StoredObject) -> Problem | None:
     """What is wrong with one object; None for an intact one."""
     from retain.block import decode
 
     try:
         header = decode(read(store, stored.name, stored.size)).header
-    except (InvalidObject, StoreUnavailable) as error:
-        return str(error)
+    except (ForeignObject, StoreUnavailable) as error:
+        return Problem(str(error), damaged=False)
+    except InvalidObject as error:
+        return Problem(str(error))
     kept_as = stored.name.split(".")
     says = header.name.split(".")
     # A decoded block is raw again: the codec's place in the name is the one part that may differ.
     if kept_as[:3] + kept_as[4:] != says[:3] + says[4:]:
-        return f"the object lies under another object's name; its own begins with {says[0][:16]}"
+        return Problem(f"the object lies under another object's name; its own begins with {says[0][:16]}")
     return None
