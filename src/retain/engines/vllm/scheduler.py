@@ -24,6 +24,7 @@ from .messages import Load, Report, Save, Step
 from .requests import Tracked, Whose, media_of
 from .settings import Settings
 from .shared import Shared
+from .stopwatch import Stopwatch
 from .tables import Table, cut
 
 log = logging.getLogger("vllm.retain")
@@ -36,9 +37,6 @@ SHARE_HELD = 0.25
 
 YIELD_SECONDS = 0.25
 """How long vLLM may wait for held blocks instead of preempting a request."""
-
-OBSERVED_TOKENS = 128
-"""A step that computes at least so many tokens of one request alone tells how fast this engine computes."""
 
 
 @dataclass
@@ -79,7 +77,7 @@ class Scheduler:
         role = vllm_config.kv_transfer_config.kv_role
         self._tail = 1 if role == "kv_producer" else TAIL_TOKENS
         self._narrow = any(group.window is not None and group.window < BLOCK_TOKENS for group in self._groups)
-        self._timed: tuple[float, ModelSpec, int, int] | None = None
+        self._stopwatch = Stopwatch(shared.cache.planner)
         self.events: deque[Any] | None = None
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
             self.events = deque()
@@ -93,7 +91,7 @@ class Scheduler:
         """A new request came: perhaps after a pause, in which workers of this very process went on."""
         worker = self._shared.worker
         if worker is not None:
-            self._timed = None
+            self._stopwatch.cancel()
             self.reported((), worker.report())
 
     # what is found
@@ -171,7 +169,7 @@ class Scheduler:
         step.saves, self._late = self._late, []
         try:
             self._plan_saves(output, step.saves)
-            self._time(output)
+            self._stopwatch.start(output, self._requests)
         except Exception as error:  # the loads above must reach the workers
             self._cache.failure("saves could not be planned", f"{type(error).__name__}: {error}")
         return step
@@ -199,7 +197,7 @@ class Scheduler:
 
     def reported(self, received: Iterable[str], report: Report | None) -> None:
         """What the workers finished."""
-        self._observe()
+        self._stopwatch.stop()
         failed = report.failed if report is not None else set()
         for name in failed:
             tracked = self._loading.get(name)
@@ -437,22 +435,3 @@ class Scheduler:
             medium=MEDIUM_CPU,
             lora_name=lora.lora_name if lora else None,
         )
-
-    # how fast the engine computes, for the planner
-
-    def _time(self, output: Any) -> None:
-        self._timed = None
-        scheduled = output.num_scheduled_tokens
-        if len(scheduled) != 1 or output.total_num_scheduled_tokens < OBSERVED_TOKENS:
-            return
-        name, count = next(iter(scheduled.items()))
-        tracked = self._requests.get(name)
-        if tracked is not None:
-            first = int(tracked.request.num_computed_tokens)
-            self._timed = (time.perf_counter(), tracked.whose.spec, first, count)
-
-    def _observe(self) -> None:
-        if self._timed is not None:
-            started, spec, first, count = self._timed
-            self._cache.planner.observe_prefill(spec, first, count, time.perf_counter() - started)
-            self._timed = None
