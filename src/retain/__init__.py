@@ -16,7 +16,7 @@ DAEMON = "daemon"
 __all__ = ["DAEMON", "__version__", "open"]
 
 
-def open(*tiers: str | TierAddress, policy: str = "lru-leaf") -> BlockCache:
+def open(*tiers: str | TierAddress, policy: str = "reuse-leaf") -> BlockCache:
     """Open a cache over tiers, in the order they are asked: "memory:4GiB", "disk:PATH?capacity=50GiB".
 
     With "daemon" as the first word the node's daemon keeps the cache, started if need be, over the tiers that

@@ -16,7 +16,7 @@ import yaml
 from retain.address import TierAddress, parse_tier, suggestion
 from retain.errors import ConfigError
 
-POLICIES = ("lru", "lru-leaf")
+POLICIES = ("reuse-leaf", "lru-leaf", "lru")
 CONFIG_VARIABLE = "RETAIN_CONFIG"
 DEFAULT_FILE = Path("~/.config/retain/config.yaml")
 
@@ -33,7 +33,7 @@ class Settings:
         TierAddress("memory", capacity=1 << 30),
         TierAddress("disk", Path("~/.cache/retain/kv").expanduser(), 10 << 30),
     )
-    policy: str = "lru-leaf"
+    policy: str = "reuse-leaf"
     audit: float = 0.0
     model: str = "smollm2"
     host: str = "127.0.0.1"

@@ -29,7 +29,7 @@ def du(folder):
 
 
 def test_a6_lookups_that_nobody_loads_do_not_keep_blocks():
-    with retain.open(f"memory:{SLOT * 8}") as cache:
+    with retain.open(f"memory:{SLOT * 8}", policy="lru-leaf") as cache:
         chain = chain_of(range(64))
         fill(cache, chain)
         for _ in range(10_000):
@@ -42,7 +42,7 @@ def test_a6_lookups_that_nobody_loads_do_not_keep_blocks():
 
 def test_a6_hits_that_are_held_on_to_lapse(monkeypatch):
     monkeypatch.setattr(cache_module, "LEASE_SECONDS", 0.05)
-    with retain.open(f"memory:{SLOT * 4}") as cache:
+    with retain.open(f"memory:{SLOT * 4}", policy="lru-leaf") as cache:
         chain = chain_of(range(64))
         blocks = fill(cache, chain)
         held = [cache.lookup(Query(chain, SPEC)) for _ in range(100)]

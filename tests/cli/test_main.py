@@ -58,7 +58,7 @@ def test_a15_config_show_prints_each_value_with_its_source(run, tmp_path):
     assert shown["port"] == {"value": 9000, "source": f"file {file}"}
     assert shown["tiers"] == {"value": ["memory:2GiB"], "source": f"file {file}"}
     assert shown["audit"] == {"value": 0.5, "source": "RETAIN_AUDIT"}
-    assert shown["policy"] == {"value": "lru-leaf", "source": "default"}
+    assert shown["policy"] == {"value": "reuse-leaf", "source": "default"}
     table = run("--config", file, "config", "show").stdout
     assert "memory:2GiB" in table
     assert "RETAIN_POLICY" in table

@@ -519,6 +519,20 @@ def test_records_that_came_back_outlive_as_old_ones_that_never_did() -> None:
         index.remove(victim)
 
 
+def test_records_that_were_used_a_thousand_times_leave_within_a_turnover_once_nobody_uses_them() -> None:
+    index = Index("reuse-leaf")
+    hot = [index.insert(key(n), 0, 0, ROOT, 1) for n in range(50)]
+    for _ in range(1_000):
+        index.touch(hot)
+    for number in range(1_000, 1_100):
+        index.insert(key(number), 0, 0, ROOT, 1)
+        while index.count > 100:
+            victim = index.victim()
+            assert victim is not None
+            index.remove(victim)
+    assert all(index.find(key(n), 0) is None for n in range(50))
+
+
 def test_a_block_that_returns_after_its_eviction_is_known_to_have_been_used() -> None:
     """A second visit finds it kept longer than blocks of the same age that are new."""
 

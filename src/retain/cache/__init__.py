@@ -32,10 +32,10 @@ STAGING_BYTES = 512 << 20
 """The arena of a cache that names no memory tier: every block passes through one."""
 
 UNBOUNDED = (1 << 63) - 1
-POLICIES = ("lru-leaf", "lru")
+POLICIES = ("reuse-leaf", "lru-leaf", "lru")
 
 
-def open_cache(*tiers: str | TierAddress, policy: str = "lru-leaf") -> Cache:
+def open_cache(*tiers: str | TierAddress, policy: str = "reuse-leaf") -> Cache:
     """Build a Cache from tier addresses, in the order they are asked: `memory:4GiB`,
     `disk:PATH?capacity=50GiB&codec=raw`, `redis://HOST`. docs/stores.md lists them all.
 

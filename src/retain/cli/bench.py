@@ -57,7 +57,9 @@ def trace(
     name: Annotated[
         str,
         typer.Option(
-            "--trace", metavar="NAME", help="mooncake-conversation, mooncake-synthetic, weka, weka-eighth, or a file."
+            "--trace",
+            metavar="NAME",
+            help="mooncake-conversation, mooncake-synthetic, weka, weka-eighth, or a file.",
         ),
     ] = "mooncake-conversation",
     capacity: Annotated[

@@ -15,7 +15,8 @@ def daemon(
     context: typer.Context,
     tier: Tiers = None,
     policy: Annotated[
-        str | None, typer.Option(help="What is evicted first: lru or lru-leaf.", show_default=False)
+        str | None,
+        typer.Option(help="What is evicted first: reuse-leaf, lru-leaf or lru.", show_default=False),
     ] = None,
     socket: Annotated[
         Path | None,

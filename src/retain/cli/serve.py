@@ -43,7 +43,8 @@ def serve(
         bool, typer.Option("--allow-open", help="Listen beyond this machine without any API key.")
     ] = False,
     policy: Annotated[
-        str | None, typer.Option(help="What is evicted first: lru or lru-leaf.", show_default=False)
+        str | None,
+        typer.Option(help="What is evicted first: reuse-leaf, lru-leaf or lru.", show_default=False),
     ] = None,
     audit: Annotated[
         float | None, typer.Option(help="Share of hits that are recomputed and compared.", show_default=False)

@@ -28,7 +28,7 @@ TAKE_OVER_SECONDS = 20.0
 
 def run(
     tiers: Sequence[str | TierAddress],
-    policy: str = "lru-leaf",
+    policy: str = "reuse-leaf",
     *,
     socket: Path | None = None,
     idle: float | None = None,
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Read the arguments and run."""
     parser = argparse.ArgumentParser(prog="python -m retain.daemon", description=__doc__)
     parser.add_argument("--tier", action="append", default=[], help="a tier address; repeat for tiers below")
-    parser.add_argument("--policy", default="lru-leaf")
+    parser.add_argument("--policy", default="reuse-leaf")
     parser.add_argument("--socket", type=Path, help="where to listen; else in the runtime folder")
     parser.add_argument("--idle", type=float, help="end after this many seconds without clients")
     parser.add_argument("--http", type=int, help="a loopback port for /metrics and /health")

@@ -43,7 +43,7 @@ def run_server(
     api_keys: Sequence[str] = (),
     api_key_file: Path | None = None,
     served_name: str | None = None,
-    policy: str = "lru-leaf",
+    policy: str = "reuse-leaf",
     daemon: bool = False,
     audit: float = 0.0,
     dtype: str = "float32",
