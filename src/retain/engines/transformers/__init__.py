@@ -1,5 +1,7 @@
 """The transformers engine: `attach` a model to a cache, and no text is prefilled twice."""
 
+from retain.engines.report import Report
+from retain.engines.wishes import Sampling, Step
 from retain.errors import MissingDependency
 
 try:
@@ -11,7 +13,5 @@ except ImportError as error:
     ) from error
 
 from .adapter import Engine, Forward, Generation, attach
-from .report import Report
-from .sampling import Sampling, Step
 
 __all__ = ["attach", "Engine", "Forward", "Generation", "Report", "Sampling", "Step"]

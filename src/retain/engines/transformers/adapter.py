@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from retain.cache import BlockCache
+from retain.engines.report import Report
+from retain.engines.wishes import Sampling, Step
 from retain.errors import UnsupportedInput
 from retain.identity import Chain, Tokens, as_tokens, chain, salt_of, space_of
 from retain.model import ModelSpec
@@ -22,9 +24,8 @@ from retain.model import ModelSpec
 from .host import Host
 from .inputs import check_generate, prompt_tokens
 from .layers import ROOM_TOKENS, computed_tokens
-from .report import Report
 from .requests import Request, Requests
-from .sampling import Sampler, Sampling, Step
+from .sampling import Sampler
 from .session import Cancelled, Session, Watcher
 
 MOST_ROOM = 1024

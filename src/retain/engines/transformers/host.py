@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
+from retain.engines.turns import turns_of
 from retain.errors import UnsupportedModel
 from retain.identity import Tokens
 from retain.model import ModelSpec
@@ -19,7 +20,6 @@ from retain.model import ModelSpec
 from .geometry import Geometry, stable_tokens
 from .identity import WeightWatch, spec_of
 from .layers import BufferPool, Watch, kept_cache, windows_of
-from .turns import turns_of
 
 
 class Host:

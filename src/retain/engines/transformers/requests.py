@@ -16,15 +16,16 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from retain.cache import BlockCache, Flight, Query
+from retain.engines.answers import Answers
+from retain.engines.report import Report
+from retain.engines.writing import Writer
 from retain.errors import UnsupportedInput
 from retain.identity import Chain, Tokens, as_tokens, chain, space_of
 
-from .answers import Answers
 from .audit import Auditor
-from .capture import Recorder, Writer
+from .capture import Recorder
 from .host import Host
 from .layers import ROOM_TOKENS, computed_tokens, rows_of
-from .report import Report
 from .session import Reused, Session, Shared, Watcher
 
 SETTLE_SECONDS = 2.0

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from retain.cache import Flight
+from retain.engines.report import Report
 from retain.identity import Chain, Tokens
 
 from .capture import Recorder
 from .layers import Rows
-from .report import Report
 
 
 class Cancelled(Exception):
