@@ -14,6 +14,7 @@
 
 #include "arena.hpp"
 #include "index.hpp"
+#include "modules.hpp"
 #include "pages.hpp"
 
 namespace nb = nanobind;
@@ -313,6 +314,7 @@ NB_MODULE(_native, module) {
     bind_index(module);
     bind_arena(module);
     bind_pages(module);
+    bind_ladder(module);
     module.def("copy", &copy, nb::arg("target"), nb::arg("source"));
     module.def("populate", &populate, nb::arg("buffer"));
 }

@@ -1,0 +1,6 @@
+// The parts of the Python module that have files of their own.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_ladder(nanobind::module_& module);
