@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from retain.identity import digest
 
 _FORMAT = 1
+_CHUNK_BYTES = 1 << 24
 _MOST_ENTRIES = 512
 _SETTLED_NS = 50_000_000
 """A file changed less than this before it was read may change again within one tick of the file system's
@@ -45,6 +48,23 @@ def settled(files: Sequence[Path]) -> bool:
     changes."""
     newest = max(max(state.st_mtime_ns, state.st_ctime_ns) for state in (file.stat() for file in files))
     return newest < time.time_ns() - _SETTLED_NS
+
+
+def content_of(path: Path, known: DigestCache) -> bytes:
+    """A digest of a file's bytes, remembered by the file's identity."""
+    identity = identity_of((path,), "content")
+    trusted = settled((path,))
+    kept = known.get(identity)
+    if kept is not None and "content" in kept:
+        return kept["content"]
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+    content = digest("retain/file", hasher.digest())
+    if trusted and identity == identity_of((path,), "content"):
+        known.put(identity, {"content": content})
+    return content
 
 
 class DigestCache:

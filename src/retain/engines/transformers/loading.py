@@ -21,12 +21,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import xxhash
-
-from retain.digests import DigestCache, cache_directory, identity_of, settled
+from retain.digests import DigestCache, cache_directory, content_of, identity_of, settled
 from retain.errors import MissingDependency, UnsupportedModel
 from retain.gguf import GgufFile
-from retain.identity import digest
 from retain.model import ModelSpec
 from retain.models import Source, find
 from retain.weights import weight_files
@@ -53,7 +50,6 @@ log = logging.getLogger("retain.models")
 
 DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16})
 _CONVERSION = "1"  # part of a converted directory's name: to be raised when the conversion changes
-_CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ def converted(source: Source, cache: Path, known: DigestCache, progress: Callabl
     Its name is the digest of the file's content, so a changed file is converted anew. It appears whole or not
     at all.
     """
-    content = _content_digest(source.path, known)
+    content = content_of(source.path, known)
     directory = cache / "models" / f"{source.name}-{content[:12].hex()}-{_CONVERSION}"
     if (directory / "model.safetensors").is_file() and (directory / "tokenizer.json").is_file():
         return directory
@@ -159,22 +155,6 @@ def converted(source: Source, cache: Path, known: DigestCache, progress: Callabl
         f"converted {source.path.name} in {time.perf_counter() - started:.1f} s; it is kept in {directory}"
     )
     return directory
-
-
-def _content_digest(path: Path, known: DigestCache) -> bytes:
-    identity = identity_of((path,), "content")
-    trusted = settled((path,))
-    kept = known.get(identity)
-    if kept is not None and "content" in kept:
-        return kept["content"]
-    hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-    content = digest("retain/file", hasher.digest())
-    if trusted and identity == identity_of((path,), "content"):
-        known.put(identity, {"content": content})
-    return content
 
 
 def _write_model(gguf: GgufFile, directory: Path) -> None:
