@@ -86,7 +86,7 @@ def test_a23_a_capacity_beyond_every_medium_is_refused():
         ("disk:/kv?capacity", "no value for the option 'capacity'"),
         ("disk:/kv?capacity=1GiB&capacity=2GiB", "'capacity' twice"),
         ("disk:/kv?codec=losless", "codec 'losless'.*did you mean lossless"),
-        ("memory:4GiB?codec=lossless", "unknown option 'codec'; a memory tier knows none"),
+        ("memory:4GiB?codec=lossless", "unknown option 'codec'; a memory tier knows pins"),
         ("memory:4Gi", "'memory:4Gi' has a capacity that cannot be used"),
     ],
 )

@@ -300,10 +300,11 @@ def cut(block: Block, wanted: Slice) -> Block:
     return assemble([block], wanted)
 
 
-def assemble(parts: Sequence[Block], wanted: Slice) -> Block:
+def assemble(parts: Sequence[Block], wanted: Slice, into: Mapping[str, Array] | None = None) -> Block:
     """The slice `wanted` put together from slices of one block, however they were split.
 
-    Views where one part holds everything, else new arrays. Raises ValueError when something is missing.
+    Copied `into` arrays where such are given; else views where one part holds everything, or new arrays.
+    Raises ValueError when something is missing.
     """
     if not parts:
         raise ValueError("nothing to assemble")
@@ -325,7 +326,7 @@ def assemble(parts: Sequence[Block], wanted: Slice) -> Block:
             piece = _piece(part, name, group, rows, heads)
             if piece is not None:
                 pieces.append(piece)
-        arrays[name] = _join(pieces, shape, name)
+        arrays[name] = _join(pieces, shape, name, None if into is None else into[name])
     return Block(header, parts[0].tokens, arrays)
 
 
@@ -347,16 +348,16 @@ def _piece(part: Block, name: str, group: LayerGroup, rows: tuple[int, ...], hea
     return target_rows, slice(low - heads.start, high - heads.start), source
 
 
-def _join(pieces: list[_Piece], shape: tuple[int, ...], name: str) -> Array:
+def _join(pieces: list[_Piece], shape: tuple[int, ...], name: str, into: Array | None) -> Array:
     for _, _, source in pieces:
-        if source.shape == shape:
+        if source.shape == shape and into is None:
             return source
     covered = np.zeros(shape[:2], bool)
     for rows, heads, _ in pieces:
         covered[rows, heads] = True
     if not covered.all():
         raise ValueError(f"the slices at hand do not cover tensor {name}")
-    joined = np.empty(shape, pieces[0][2].dtype)
+    joined = np.empty(shape, pieces[0][2].dtype) if into is None else into
     for rows, heads, source in pieces:
         joined[rows, heads] = source
     return joined

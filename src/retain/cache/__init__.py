@@ -12,6 +12,7 @@ from retain.stores.opening import open_store
 from .cache import Cache
 from .contract import BlockCache
 from .flight import Flight
+from .gaps import Gaps
 from .ledger import Ledger
 from .planner import Planner
 from .results import (
@@ -25,13 +26,13 @@ from .results import (
     StoreResult,
     TierStats,
 )
+from .tenants import Tenants
 from .tier import Tier
 
 DEFAULT_TIERS = ("memory:1GiB",)
 STAGING_BYTES = 512 << 20
 """The arena of a cache that names no memory tier: every block passes through one."""
 
-UNBOUNDED = (1 << 63) - 1
 POLICIES = ("reuse-leaf", "lru-leaf", "lru")
 
 
@@ -51,12 +52,14 @@ def open_cache(*tiers: str | TierAddress, policy: str = "reuse-leaf") -> Cache:
     if not memory:
         addresses.insert(0, TierAddress("memory", capacity=STAGING_BYTES))
     ledger = Ledger()
+    named = [name for each in addresses for name, _ in (*each.rules.quotas, *each.rules.ttls) if name]
+    tenants, gaps = Tenants(named), Gaps()
     built: list[Tier] = []
     for address in addresses:
         store = open_store(address)
         name = store.kind if all(tier.kind != store.kind for tier in built) else f"{store.kind}-{len(built)}"
-        capacity = UNBOUNDED if address.capacity is None else address.capacity
-        built.append(Tier(name, store, capacity, codec(address.codec), policy, ledger))
+        place = (name, store, address.capacity, codec(address.codec), policy, ledger)
+        built.append(Tier(*place, address.rules, tenants, gaps))
     return Cache(built, ledger)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
@@ -14,7 +15,8 @@ from retain.identity import Tokens
 from retain.stores.base import StoredObject
 
 from .ledger import Ledger
-from .tier import UNKNOWN, Tier
+from .tenants import UNKNOWN
+from .tier import Tier
 from .workers import Workers
 
 HEAD_BYTES = 16 << 10
@@ -53,17 +55,17 @@ class Adopter:
         adopted: list[StoredObject] = []
         for each in found:
             try:
-                tier.adopt(each)
+                tier.adopt(each, time.time() - each.modified)
                 adopted.append(each)
             except (ValueError, KeyError) as error:
                 self._ledger.failure(
                     f"a foreign object lies in the {tier.name} tier and is left alone", error
                 )
         self._ledger.count("adopted_objects", len(adopted))
-        if not tier.make_room(0):
-            self._ledger.failure(f"the {tier.name} tier holds more than its capacity", f"{tier.used} bytes")
+        if tier.room.make(0):
+            tier.room.give_back(0)
         else:
-            tier.release_room(0)
+            self._ledger.failure(f"the {tier.name} tier holds more than its capacity", f"{tier.used} bytes")
         self._workers.submit(lambda: self._learn(tier, adopted, done))
         done.wait(ADOPT_SECONDS)
 

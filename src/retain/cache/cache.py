@@ -25,6 +25,7 @@ from retain.model import ModelSpec, Slice
 from .demote import Demoter
 from .find import Finder, Search, continuation, nearest
 from .flight import Flight, Flights
+from .join import Joiner
 from .ledger import Ledger
 from .place import Arena
 from .planner import Planner
@@ -69,6 +70,7 @@ class Cache:
         self.finder = Finder(self.tiers, ledger, self.planner)
         self.reader = Reader(self.tiers, self.arena, ledger, self.planner)
         self.demoter = Demoter(self.arena, self.tiers[1:], ledger)
+        self.joiner = Joiner(self.arena, ledger, self.demoter.submit)
         self._handles = itertools.count(1)
         self._hits: weakref.WeakValueDictionary[int, Hit] = weakref.WeakValueDictionary()
         self._closed = False
@@ -188,6 +190,7 @@ class Cache:
         """Remove every object of these keys from every tier."""
         removed = Removed()
         wanted = set(keys)
+        self.joiner.cancel(lambda header: header.key in wanted)
         self.demoter.cancel(lambda key, _: key in wanted)
         for tier in self.tiers:
             if tier.shared is not None and tier.shared.writable:
@@ -209,6 +212,7 @@ class Cache:
             raise ValueError(
                 f"this cache has no tier {tier!r}; it has {', '.join(each.name for each in self.tiers)}"
             )
+        self.joiner.cancel(lambda header: space in (None, header.space))
         self.demoter.cancel(lambda _, job: job.tier in chosen and space in (None, job.header.space))
         removed = Removed()
         for each in chosen:
@@ -237,7 +241,8 @@ class Cache:
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was stored so far is written to the tiers below; False where it took too long."""
-        return self.demoter.flush(timeout)
+        deadline = time.monotonic() + timeout
+        return self.joiner.flush(timeout) and self.demoter.flush(max(0.0, deadline - time.monotonic()))
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter, for engines."""
@@ -262,6 +267,7 @@ class Cache:
         """
         if self._closed:
             return
+        self.joiner.close()
         self.demoter.flush(60.0)
         self._closed = True
         self.finder.close()
@@ -323,15 +329,18 @@ class Cache:
 
     def admit(self, header: BlockHeader, size: int) -> StoreResult:
         """Make the raw block in a filled place of the arena visible, and write it to the tiers below."""
+        whole = header.slice == Slice(0, len(header.layers))
         try:
-            slot = self.arena.commit(header, header.name, size, leased=bool(self.tiers[1:]))
+            slot = self.arena.commit(header, header.name, size, leased=not whole or bool(self.tiers[1:]))
         except Exception as error:
             self.arena.abandon(header.name)
             self.ledger.failure("a block could not be committed", error)
             return self._refused("failed")
         self.ledger.count("stored_blocks")
         self.ledger.count("stored_bytes", size)
-        if self.tiers[1:]:
+        if not whole:
+            self.joiner.add(header, slot)
+        elif self.tiers[1:]:
             self.demoter.submit(header, slot)
         return StoreResult(True, "stored")
 

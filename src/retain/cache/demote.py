@@ -105,7 +105,8 @@ class Demoter:
             return
         chunks = self._chunks(job)
         size = sum(len(chunk) for chunk in chunks)
-        if not tier.make_room(size):
+        tenant = tier.tenants.whose(header)
+        if not tier.room.make(size, tenant):
             self._ledger.failure(
                 f"a block does not fit the {tier.name} tier", f"{size} bytes, capacity {tier.capacity}"
             )
@@ -113,10 +114,10 @@ class Demoter:
         try:
             self._put(tier, name, chunks)
         except BaseException:
-            tier.release_room(size)
+            tier.room.give_back(size, tenant)
             raise
         with tier.lock:
-            tier.release_room(size)
+            tier.room.give_back(size, tenant)
             if job.cancelled:
                 tier.store.delete(name)
                 return
@@ -142,6 +143,6 @@ class Demoter:
                 return
             except StoreFull:
                 # The medium is fuller than the tier's capacity allows for: others write there too.
-                if tier.shared is not None or not tier.evict_one():
+                if tier.shared is not None or not tier.room.evict_one():
                     raise
         tier.store.write(name, chunks)

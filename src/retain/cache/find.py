@@ -16,10 +16,11 @@ from retain.model import ModelSpec, Slice
 
 from .adopt import Adopter, read_head
 from .ask import Asker
+from .forms import together
 from .ledger import Ledger
 from .planner import Planner
 from .results import Nearest, Part, Query, Source
-from .tier import NONE, Slots, Tier, together
+from .tier import NONE, Slots, Tier
 
 CONTINUATIONS = 16
 """How many kept blocks behind one parent are compared with a prompt, the latest first."""
@@ -94,12 +95,14 @@ def rest_of(chain: Chain) -> bytes:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kept block that may agree with a prompt in its first tokens; `media` are where media begin in it."""
+    """A kept block that may agree with a prompt in its first tokens; `media` are where media begin in it, and
+    `sources` hold what is wanted of it: one object, or slices that do together.
+    """
 
     key: bytes
     tokens: Tokens
     media: tuple[int, ...]
-    source: Source
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def continuation(query: Query, found: Found) -> Part | None:
         # Equal placeholder tokens say nothing about media: stop before the first one on either side.
         common = min([common, *(max(start, 0) for start in (*starts, *candidate.media))])
         if common >= TAIL_TOKENS and (best is None or common > best.tokens):
-            best = Part(candidate.key, first, common, (candidate.source,))
+            best = Part(candidate.key, first, common, candidate.sources)
     return best
 
 
@@ -219,7 +222,7 @@ class Finder:
                 slot = int(tier.match([key], search.spec, search.wanted, search.fidelity)[0])
                 source = None if slot == NONE else self._source(number, slot)
                 if source is not None:
-                    return (Candidate(key, tokens, (), source),)
+                    return (Candidate(key, tokens, (), (source,)),)
         return ()
 
     def _match(self, keys: Sequence[bytes], search: Search) -> list[Slots]:
@@ -257,15 +260,23 @@ class Finder:
     def _continuations(self, search: Search, index: int) -> tuple[Candidate, ...]:
         """Kept blocks behind the last full one that may share their first tokens with the prompt."""
         found: dict[bytes, Candidate] = {}
+        split: dict[bytes, Head] = {}
         for number, tier in enumerate(self._tiers):
             accepted = set(tier.forms(search.spec, search.wanted, search.fidelity))
             for slot in tier.children(search.parent(index), CONTINUATIONS):
                 head = self._head(tier, slot)
-                if head is None or head.form not in accepted or head.key in found:
+                if head is None or head.key in found:
+                    continue
+                if head.form not in accepted:
+                    split.setdefault(head.key, head)
                     continue
                 source = self._source(number, slot)
                 if source is not None:
-                    found[head.key] = Candidate(head.key, head.tokens, head.media, source)
+                    found[head.key] = Candidate(head.key, head.tokens, head.media, (source,))
+        for key, head in split.items():
+            sources = () if key in found else self._pieces(key, search)
+            if sources:
+                found[key] = Candidate(key, head.tokens, head.media, sources)
         return tuple(found.values())
 
     # leases
@@ -294,8 +305,9 @@ class Finder:
 
     def touch(self, parts: Sequence[Part]) -> None:
         """Record a use, in all tiers: else the copy below would age while memory serves."""
+        keys = [part.key for part in parts]
         for tier in self._tiers:
-            tier.touch(part.key for part in parts)
+            tier.touch(keys)
 
     def release(self, parts: Iterable[Part]) -> None:
         """Give back what `acquire` took."""

@@ -25,6 +25,8 @@ COUNTERS = (
     "loaded_tokens",
     "stored_blocks",
     "stored_bytes",
+    "joined_blocks",
+    "joined_slices",
     "present_blocks",
     "refused_blocks",
     "written_objects",

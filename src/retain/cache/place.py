@@ -47,12 +47,16 @@ class Arena:
             self._forget(name)
         return buffer
 
-    def commit(self, header: BlockHeader, name: str, size: int, *, leased: bool) -> int:
-        """Make a filled place visible; its slot, leased once for the caller if asked."""
+    def commit(
+        self, header: BlockHeader, name: str, size: int, *, leased: bool, ttl: float | None = None
+    ) -> int:
+        """Make a filled place visible, for `ttl` seconds at the most if given; its slot, leased once for the
+        caller if asked.
+        """
         try:
             with self.tier.lock:
                 self._store.commit(name)
-                slot = self.tier.insert(header, name, size)
+                slot = self.tier.insert(header, name, size, ttl)
                 if leased:
                     self.tier.hold(slot)
                 return slot
@@ -64,8 +68,8 @@ class Arena:
         with suppress(KeyError, StoreError):
             self._store.abandon(name)
         self._forget(name)
-        with self.tier.room:
-            self.tier.room.notify_all()
+        with self.tier.freed:
+            self.tier.freed.notify_all()
 
     def view(self, slot: int) -> memoryview | None:
         """The bytes in a slot, read-only; valid while the slot is leased."""
@@ -78,13 +82,13 @@ class Arena:
             try:
                 return self._store.reserve(name, size)
             except StoreFull:
-                if self.tier.evict_one() or self._expire():
+                if self.tier.room.evict_one() or self._expire():
                     continue
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
-                with self.tier.room:
-                    self.tier.room.wait(min(left, 0.1))
+                with self.tier.freed:
+                    self.tier.freed.wait(min(left, 0.1))
 
     def _forget(self, name: str) -> None:
         with self._open_lock:

@@ -279,6 +279,12 @@ class TierStats:
     pinned: int
     codec: str
     health: Health | None = None
+    pinned_bytes: int = 0
+    tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Objects and bytes by tenant; under "" those of no tenant, or of one that is not known yet."""
+
+    unreachable: tuple[int, int] = (0, 0)
+    """Objects and bytes that no prompt can reach, for a block before them is gone from every tier."""
 
 
 @dataclass(frozen=True)

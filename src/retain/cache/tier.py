@@ -1,4 +1,4 @@
-"""A tier: a store, the index of what it holds, its capacity, and the eviction that keeps it within.
+"""A tier: a store, the index of what it holds, and the rules that bound it: capacity, quotas, times, pins.
 
 Records are found by key and form (variant, slice, codec); leases and pins keep them from being evicted. A
 record that is removed while leased stays out of sight until its last lease ends.
@@ -7,93 +7,81 @@ record that is removed while leased stays out of sight until its last lease ends
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from retain._native import Index
+from retain.address import MAX_BYTES, Rules
 from retain.codecs import CODECS, Codec
-from retain.header import BlockHeader, form_of, split_name
+from retain.header import BlockHeader, split_name
 from retain.model import ModelSpec, Slice
-from retain.stores.base import Shared, Store, StoredObject
+from retain.stores.base import DeletesMany, Shared, Store, StoredObject
 
+from .ages import Ages
+from .forms import Form, Forms, contains
+from .gaps import Gaps
 from .ledger import Ledger
 from .results import Removed, TierStats
+from .room import Room
+from .tenants import UNKNOWN, Spaces, Tenants
 
 NONE = 0xFFFFFFFF
-UNKNOWN = b"\0" * 32
-"""The parent and space of a record whose header has not been read yet."""
-
 KNOWN = 1 << 20
 """How many objects of a shared tier are remembered: about 150 MB. Those used longest ago are forgotten."""
 
 Slots = npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True)
-class Form:
-    """What an object's name says behind its key."""
-
-    text: str
-    variant: bytes
-    slice: Slice
-    codec: str
-    lineage: bytes | None
-
-    @classmethod
-    def parse(cls, text: str) -> Form:
-        parts = text.split(".")
-        return cls(
-            text,
-            bytes.fromhex(parts[0]),
-            Slice.parse(parts[1]),
-            parts[2],
-            bytes.fromhex(parts[3]) if len(parts) == 4 else None,
-        )
-
-    def serves(self, spec: ModelSpec, fidelity: str) -> bool:
-        """Whether numbers of this form may be given to a reader that accepts `fidelity` at the lowest."""
-        codec = CODECS.get(self.codec)
-        if codec is None or self.variant != spec.variant[:16]:
-            return False
-        return fidelity != "exact" or not (codec.lossy or self.lineage is not None)
-
-
 class Tier:
     """One tier. Safe from several threads; `lock` guards what must happen together.
 
-    `name` is the tier's kind, made unique among the tiers of a cache by its position.
+    `name` is the tier's kind, made unique among the tiers of a cache by its position. `capacity` None: only
+    the medium bounds it, or its server.
     """
 
     def __init__(
-        self, name: str, store: Store, capacity: int, codec: Codec, policy: str, ledger: Ledger
+        self,
+        name: str,
+        store: Store,
+        capacity: int | None,
+        codec: Codec,
+        policy: str,
+        ledger: Ledger,
+        rules: Rules | None = None,
+        tenants: Tenants | None = None,
+        gaps: Gaps | None = None,
     ) -> None:
         self.name = name
         self.kind = store.kind
         self.store = store
         self.shared = store if isinstance(store, Shared) else None
-        self.capacity = capacity
+        self.bounded = capacity is not None
+        self.capacity = MAX_BYTES if capacity is None else capacity
         self.codec = codec
+        self.rules = rules or Rules()
         self.index = Index(policy)
         self.lock = threading.RLock()
+        self.freed = threading.Condition(self.lock)
+        self.tenants = tenants or Tenants(name for name, _ in (*self.rules.quotas, *self.rules.ttls) if name)
+        self.ages = Ages()
+        self.touched: Callable[[Sequence[bytes]], None] | None = None
+        """Told of the keys that are used."""
+        self.gaps = gaps or Gaps()
+        self.spaces = Spaces(self.index, self.tenants)
+        self.room = Room(self, ledger)
         self._ledger = ledger
-        self._forms: list[Form] = []
-        self._form_ids: dict[str, int] = {}
-        self._spaces: list[bytes] = [UNKNOWN]
-        self._space_ids: dict[bytes, int] = {UNKNOWN: 0}
-        self._accepted: dict[tuple[bytes, Slice, str], tuple[int, list[int]]] = {}
+        self._forms = Forms()
         self._doomed: set[int] = set()
         self._forgotten: set[int] = set()
-        self._reserved = 0
-        self.room = threading.Condition(self.lock)
 
     # finding
 
     def match(self, keys: Sequence[bytes], spec: ModelSpec, wanted: Slice, fidelity: str) -> Slots:
         """The slot of an object that alone serves each key, NONE where there is none."""
         with self.lock:
+            self.expire()
             forms = self.forms(spec, wanted, fidelity)
             if not forms or not keys:
                 return np.full(len(keys), NONE, np.uint32)
@@ -103,35 +91,27 @@ class Tier:
             return slots
 
     def forms(self, spec: ModelSpec, wanted: Slice, fidelity: str) -> list[int]:
-        """The ids of the forms that serve a reader of `wanted`, the codec fastest to read first."""
-        question = (spec.variant, wanted, fidelity)
-        known, found = self._accepted.get(question, (0, []))
-        if known != len(self._forms):
-            found = [
-                number
-                for number, form in enumerate(self._forms)
-                if form.serves(spec, fidelity) and contains(form.slice, wanted)
-            ]
-            found.sort(key=lambda number: self._forms[number].codec != "raw")
-            self._accepted[question] = (len(self._forms), found)
-        return found
+        """The numbers of the forms that serve a reader of `wanted`, the codec fastest to read first."""
+        return self._forms.serving(spec, wanted, fidelity)
 
     def pieces(self, key: bytes, spec: ModelSpec, fidelity: str) -> list[tuple[int, Form]]:
         """Every slice of a block at hand that may serve the reader: (slot, form)."""
         with self.lock:
-            slots = [slot for slot in self.index.same_key(key) if slot not in self._doomed]
-            found = [(slot, self._forms[self.index.record(slot).form]) for slot in slots]
+            found = [(slot, self.form(slot)) for slot in self.same_key(key)]
         return [(slot, form) for slot, form in found if form.serves(spec, fidelity)]
 
     def equals(self, name: str) -> bool:
-        """Whether the very block of a raw object's name is here, under whatever exact codec."""
+        """Whether the very numbers of a raw object's name are here, under whatever exact codec, alone or in a
+        larger slice.
+        """
         key, text = split_name(name)
         asked = Form.parse(text)
         with self.lock:
-            slots = [slot for slot in self.index.same_key(key) if slot not in self._doomed]
-            forms = [self._forms[self.index.record(slot).form] for slot in slots]
+            self.expire()
+            forms = [self.form(slot) for slot in self.same_key(key)]
         return any(
-            (form.variant, form.slice, form.lineage) == (asked.variant, asked.slice, asked.lineage)
+            (form.variant, form.lineage) == (asked.variant, asked.lineage)
+            and contains(form.slice, asked.slice)
             and not CODECS[form.codec].lossy
             for form in forms
             if form.codec in CODECS
@@ -146,19 +126,31 @@ class Tier:
                 return False
             return slot not in self._doomed
 
+    def same_key(self, key: bytes) -> list[int]:
+        """The slots of all objects of a key that lookups may see."""
+        with self.lock:
+            return [slot for slot in self.index.same_key(key) if slot not in self._doomed]
+
     def holds(self, key: bytes) -> bool:
         """Whether any object of this key is here."""
         with self.lock:
+            self.expire()
             return any(slot not in self._doomed for slot in self.index.same_key(key))
 
     def children(self, parent: bytes, limit: int) -> list[int]:
         """Slots of blocks that continue the block `parent`, at most `limit`."""
         with self.lock:
+            self.expire()
             return [slot for slot in self.index.children(parent, limit) if slot not in self._doomed]
 
     def form(self, slot: int) -> Form:
         with self.lock:
             return self._forms[self.index.record(slot).form]
+
+    def space(self, slot: int) -> bytes:
+        """The space of the object in a slot; 32 zeros where its header has not been read."""
+        with self.lock:
+            return self.spaces[self.index.record(slot).space]
 
     def object_name(self, slot: int) -> str:
         with self.lock:
@@ -167,20 +159,14 @@ class Tier:
 
     def find(self, name: str) -> int | None:
         """The slot of the object called `name`, None if it is not here."""
-        key, form = split_name(name)
-        with self.lock:
-            number = self._form_ids.get(form)
-            slot = None if number is None else self.index.find(key, number)
-            return None if slot is None or slot in self._doomed else slot
+        slot = self._find(name)
+        return None if slot is None or slot in self._doomed else slot
 
     def leaving(self, name: str) -> bool:
         """Whether the object called `name` was removed but is still leased."""
-        key, form = split_name(name)
-        with self.lock:
-            number = self._form_ids.get(form)
-            return number is not None and self.index.find(key, number) in self._doomed
+        return self._find(name) in self._doomed
 
-    # leases
+    # leases and uses
 
     def acquire(self, slot: int, key: bytes) -> bool:
         """Lease a slot if it still holds an object of `key` that lookups may see."""
@@ -196,66 +182,46 @@ class Tier:
             self.index.acquire([slot])
 
     def release(self, slots: Iterable[int]) -> None:
-        with self.room:
+        with self.freed:
             for slot in slots:
                 self.index.release([slot])
                 if slot in self._doomed and self.index.record(slot).refs == 0:
                     self._doomed.discard(slot)
                     if slot in self._forgotten:
                         self._forgotten.discard(slot)
-                        self.index.remove(slot)
+                        self.take_out(slot)
                     else:
-                        self._delete(slot)
-            self.room.notify_all()
+                        self.delete(slot)
+            self.freed.notify_all()
 
-    def touch(self, keys: Iterable[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """Record a use of every object of these keys, in chain order."""
         with self.lock:
             self.index.touch([slot for key in keys for slot in self.index.same_key(key)])
+        if self.touched is not None:
+            self.touched(keys)
 
     # coming and going
 
-    def make_room(self, size: int) -> bool:
-        """Evict until `size` more bytes fit, and hold them; False (holding nothing) where that cannot be."""
-        with self.room:
-            while self.used + size > self.capacity:
-                if not self.evict_one():
-                    return False
-            self._reserved += size
-            return True
-
-    def release_room(self, size: int) -> None:
-        """Give back bytes held by `make_room`."""
-        with self.room:
-            self._reserved -= size
-            self.room.notify_all()
-
-    def evict_one(self) -> bool:
-        """Remove the least valuable object that nobody leases or pins; False where there is none."""
+    def insert(self, header: BlockHeader, name: str, size: int, ttl: float | None = None) -> int:
+        """Record an object that the store now holds; to be kept `ttl` seconds at the most, if given."""
         with self.lock:
-            slot = self.index.victim()
-            if slot is None:
-                return False
-            size = self.index.record(slot).size
-            if self.shared is not None:  # what its server keeps is its server's business
-                self.index.remove(slot)
-                return True
-            self._delete(slot)
-        self._ledger.count("evicted_objects")
-        self._ledger.count("evicted_bytes", size)
-        return True
+            number = self.spaces.number(header)
+            slot = self._insert(name, number, header.parent, size, 0.0, self.ttl(number))
+            if ttl is not None:
+                self.ages.shorten(slot, ttl)
+        if header.first:
+            self.gaps.suspect(header.parent)
+        return slot
 
-    def insert(self, header: BlockHeader, name: str, size: int) -> int:
-        """Record an object that the store now holds."""
-        return self._insert(name, header.space, header.parent, size)
-
-    def adopt(self, found: StoredObject) -> int:
-        """Record an object that a scan found, its header still unread. Raises ValueError for a name that is
-        no block's.
+    def adopt(self, found: StoredObject, age: float) -> int:
+        """Record an object of `age` seconds that a scan found, its header still unread. Raises ValueError for
+        a name that is no block's.
         """
-        return self._insert(found.name, UNKNOWN, UNKNOWN, found.size)
+        with self.lock:
+            return self._insert(found.name, 0, UNKNOWN, found.size, age, self.ttl(0))
 
-    def note(self, name: str, parent: bytes, size: int) -> None:
+    def note(self, name: str, parent: bytes, size: int, age: float = 0.0) -> None:
         """Record an object that a shared tier's server has told of. Raises ValueError for a name that is no
         block's.
         """
@@ -267,9 +233,9 @@ class Tier:
                 self.forget(slot)
             if self.leaving(name):
                 return
-            while self.index.count >= KNOWN and self.evict_one():
-                pass
-            self._insert(name, UNKNOWN, parent, size)
+            while self.index.count >= KNOWN and (least := self.index.victim()) is not None:
+                self.take_out(least)
+            self._insert(name, 0, parent, size, age, None)
 
     def forget(self, slot: int) -> None:
         """Take an object out of the index alone: its server keeps it no more, or keeps it for others."""
@@ -280,18 +246,22 @@ class Tier:
                 self._doomed.add(slot)
                 self._forgotten.add(slot)
             else:
-                self.index.remove(slot)
+                self.take_out(slot)
 
     def learn(self, name: str, header: BlockHeader) -> None:
         """Fill in what an adopted object's header says."""
         with self.lock:
             slot = self.find(name)
-            if slot is None:
+            if slot is None or self.index.record(slot).space:
                 return
-            record = self.index.record(slot)
-            if record.space == 0:
-                self.index.set_parent(slot, header.parent)
-                self.index.set_space(slot, self._space_id(header.space))
+            number = self.spaces.number(header)
+            self.index.set_parent(slot, header.parent)
+            self.index.set_space(slot, number)
+            self.spaces.entered(number, slot)
+            if self.shared is None:
+                self.ages.bound(slot, self.ttl(number))
+        if header.first:
+            self.gaps.suspect(header.parent)
 
     def remove(self, slot: int) -> int:
         """Take an object away; its bytes. Out of sight at once, its room is free when its last lease ends.
@@ -305,27 +275,33 @@ class Tier:
             if self.shared is not None:
                 name = self.object_name(slot)
                 self.forget(slot)
-                return record.size if self.shared.writable and self._delete_object(name) else 0
+                return record.size if self.shared.writable and any(self.delete_many([name])) else 0
+            self.room.unpin(slot)
             if record.refs:
                 self._doomed.add(slot)
             else:
-                self._delete(slot)
+                self.delete(slot)
             return record.size
+
+    def delete_many(self, names: Sequence[str]) -> list[bool]:
+        """Delete objects from the store, in few round trips where it can; whether each was there. A failure
+        is counted, and reads as not.
+        """
+        try:
+            if isinstance(self.store, DeletesMany):
+                return self.store.delete_many(names)
+            return [self.store.delete(name) for name in names]
+        except Exception as error:
+            self._ledger.failure(f"an object could not be deleted from {self.name}", error)
+            return [False] * len(names)
 
     def clear(self, space: bytes | None) -> Removed:
         """Remove every object, or those of one space."""
         with self.lock:
-            if space is None:
-                slots = self.index.slots()
-            else:
-                number = self._space_ids.get(space)
-                slots = np.empty(0, np.uint32) if number is None else self.index.slots(space=number)
             removed = Removed()
-            for slot in slots.tolist():
-                if slot not in self._doomed:
-                    self.index.unpin(slot)
-                    size = self.remove(slot)
-                    removed += Removed(1 if size else 0, size)
+            for slot in self.slots(space):
+                size = self.remove(slot)
+                removed += Removed(1 if size else 0, size)
             return removed
 
     def unknown(self) -> list[str]:
@@ -334,12 +310,24 @@ class Tier:
             slots = self.index.slots(space=0).tolist()
             return [self.object_name(slot) for slot in slots if slot not in self._doomed]
 
+    def slots(self, space: bytes | None = None) -> list[int]:
+        """The slots of all objects at hand, or of those of one space."""
+        with self.lock:
+            self.expire()
+            number = None if space is None else self.spaces.known(space)
+            if space is not None and number is None:
+                return []
+            return [slot for slot in self.index.slots(space=number).tolist() if slot not in self._doomed]
+
     def names(self) -> Iterator[str]:
         """The names of all objects at hand, at this moment."""
         with self.lock:
-            slots = [slot for slot in self.index.slots().tolist() if slot not in self._doomed]
-            found = [self.object_name(slot) for slot in slots]
+            found = [self.object_name(slot) for slot in self.slots()]
         yield from found
+
+    def ttl(self, space: int) -> float | None:
+        """How long objects of a space are kept, by its number; None without a bound."""
+        return self.rules.ttl(self.spaces.tenant(space)) if self.rules.ttls else None
 
     @property
     def up(self) -> bool:
@@ -349,10 +337,11 @@ class Tier:
     @property
     def used(self) -> int:
         """Bytes taken: objects, and room held for objects on their way."""
-        return self.index.bytes + self._reserved
+        return self.index.bytes + self.room.reserved
 
     def stats(self) -> TierStats:
         with self.lock:
+            self.expire()
             return TierStats(
                 kind=self.kind,
                 objects=self.index.count - len(self._doomed),
@@ -362,66 +351,48 @@ class Tier:
                 pinned=self.index.pinned,
                 codec=self.codec.name,
                 health=None if self.shared is None else self.shared.health(),
+                pinned_bytes=self.room.pinned_bytes,
+                tenants={tenant: (objects, size) for tenant, objects, size in self.spaces.shares()},
             )
 
-    def space_bytes(self, space: bytes) -> Removed:
-        """How many objects and bytes a space has here."""
-        with self.lock:
-            number = self._space_ids.get(space)
-            return Removed() if number is None else Removed(*self.index.space_bytes(number))
+    # inside, with the lock held
 
-    def _insert(self, name: str, space: bytes, parent: bytes, size: int) -> int:
+    def _find(self, name: str) -> int | None:
+        key, form = split_name(name)
+        with self.lock:
+            number = self._forms.known(form)
+            return None if number is None else self.index.find(key, number)
+
+    def expire(self) -> None:
+        if not self.ages.is_due():
+            return
+        for slot in self.ages.due():
+            size = self.remove(slot)
+            if size:
+                self._ledger.count("expired_objects")
+                self._ledger.count("expired_bytes", size)
+
+    def _insert(self, name: str, space: int, parent: bytes, size: int, age: float, ttl: float | None) -> int:
         key, text = split_name(name)
-        with self.lock:
-            number = self._form_ids.get(text)
-            if number is None:
-                number = len(self._forms)
-                self._forms.append(Form.parse(text))
-                self._form_ids[text] = number
-            return self.index.insert(key, number, self._space_id(space), parent, size)
+        slot = self.index.insert(key, self._forms.number(text), space, parent, size)
+        self.ages.begin(slot, age, ttl)
+        self.spaces.entered(space, slot)
+        self.gaps.came(key)
+        return slot
 
-    def _space_id(self, space: bytes) -> int:
-        number = self._space_ids.get(space)
-        if number is None:
-            number = len(self._spaces)
-            self._spaces.append(space)
-            self._space_ids[space] = number
-        return number
-
-    def _delete(self, slot: int) -> None:
-        name = self.object_name(slot)
+    def take_out(self, slot: int) -> None:
+        record = self.index.record(slot)
+        self.room.unpin(slot)
+        self.ages.end(slot)
         self.index.remove(slot)
-        self.room.notify_all()
-        self._delete_object(name)
+        self.spaces.left(record.space)
+        self.gaps.suspect(record.key)
 
-    def _delete_object(self, name: str) -> bool:
-        try:
-            return self.store.delete(name)
-        except Exception as error:
-            self._ledger.failure(f"an object could not be deleted from {self.name}", error)
-            return False
-
-
-def contains(held: Slice, wanted: Slice) -> bool:
-    """Whether one slice lies wholly in another."""
-    return (
-        held.layer_start <= wanted.layer_start
-        and held.layer_stop >= wanted.layer_stop
-        and held.head_start * wanted.head_parts <= wanted.head_start * held.head_parts
-        and held.head_stop * wanted.head_parts >= wanted.head_stop * held.head_parts
-    )
+    def delete(self, slot: int) -> None:
+        name = self.object_name(slot)
+        self.take_out(slot)
+        self.freed.notify_all()
+        self.delete_many([name])
 
 
-def together(held: Sequence[Slice], wanted: Slice) -> bool:
-    """Whether slices, taken together, cover another."""
-    parts = int(np.lcm.reduce([each.head_parts for each in [*held, wanted]]))
-    grid = np.zeros((wanted.layer_stop, parts), bool)
-    for each in held:
-        scale = parts // each.head_parts
-        grid[each.layer_start : each.layer_stop, each.head_start * scale : each.head_stop * scale] = True
-    scale = parts // wanted.head_parts
-    share = slice(wanted.head_start * scale, wanted.head_stop * scale)
-    return bool(grid[wanted.layer_start : wanted.layer_stop, share].all())
-
-
-__all__ = ["NONE", "UNKNOWN", "Form", "Slots", "Tier", "contains", "form_of", "together"]
+__all__ = ["NONE", "UNKNOWN", "Slots", "Tier"]

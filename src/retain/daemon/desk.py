@@ -181,7 +181,7 @@ class Desk:
         if len(parts) == len(found.parts):
             first = len(parts) * request.block_tokens
             for each in found.candidates:
-                part = Part(each.key, first, int(each.tokens.size), (each.source,))
+                part = Part(each.key, first, int(each.tokens.size), each.sources)
                 if finder.hold((part,)):
                     candidates.append(part)
                     told.append(
@@ -189,15 +189,13 @@ class Desk:
                             each.key,
                             each.tokens.astype("<u4").tobytes(),
                             each.media,
-                            each.source.tier,
-                            each.source.size,
+                            *_lowest(part),
                         )
                     )
         lease = next(self._leases)
         with session.lock:
             session.looked[lease] = Looked(search, parts, tuple(candidates), time.monotonic() + LEASE_SECONDS)
-        lowest = [(max(s.tier for s in part.sources), sum(s.size for s in part.sources)) for part in parts]
-        return messages.Found(lease, lowest, told, self._speeds())
+        return messages.Found(lease, [_lowest(part) for part in parts], told, self._speeds())
 
     def _speeds(self) -> dict[str, tuple[float, float]]:
         planner = self.cache.planner
@@ -402,6 +400,11 @@ class Desk:
             len(self.sessions.all()),
             {name: t.health.text for name, t in stats.tiers.items() if t.health is not None},
         )
+
+
+def _lowest(part: Part) -> tuple[int, int]:
+    """The lowest tier that a part is read from, and its bytes in all tiers."""
+    return max(source.tier for source in part.sources), sum(source.size for source in part.sources)
 
 
 def split_keys(keys: bytes) -> tuple[bytes, ...]:

@@ -146,7 +146,8 @@ def load_blocks(link: Link, hit: Hit, timeout: float) -> tuple[list[Block], tupl
 
 def candidate_of(told: messages.Candidate, query: Query) -> Candidate:
     tokens = np.frombuffer(told.tokens, "<u4")
-    return Candidate(told.key, tokens, told.media, Source(told.tier, 0, query.wanted, told.size))
+    source = Source(told.tier, 0, query.wanted, told.size)
+    return Candidate(told.key, tokens, told.media, (source,))
 
 
 def _common(known: Sequence[bytes], keys: Sequence[bytes]) -> int:

@@ -176,12 +176,13 @@ class CacheHoldings:
         header = verify_object(data)[0].header
         if header.name != name:
             raise InvalidObject(f"under {name} comes another object, {header.name}")
-        if not tier.make_room(size):
+        tenant = tier.tenants.whose(header)
+        if not tier.room.make(size, tenant):
             raise StoreFull(f"no room for {size} bytes in the {tier.name} tier")
         try:
             tier.store.write(name, [data])
         finally:
-            tier.release_room(size)
+            tier.room.give_back(size, tenant)
         with tier.lock:
             if tier.find(name) is None:
                 tier.insert(header, name, size)

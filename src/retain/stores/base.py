@@ -110,6 +110,16 @@ class Shared(Store, Protocol):
         """The state of the server, and of the way to it."""
 
 
+@runtime_checkable
+class DeletesMany(Protocol):
+    """A store that can remove many objects in few round trips."""
+
+    def delete_many(self, names: Sequence[str]) -> list[bool]:
+        """Remove objects; for each whether it was there, as far as the server tells. Raises StoreUnavailable;
+        some may be gone then.
+        """
+
+
 def check_name(name: str) -> str:
     """Return `name` if it is a valid object name, else raise ValueError."""
     if _NAME.fullmatch(name) is None:
