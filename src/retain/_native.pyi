@@ -170,3 +170,51 @@ def copy(target: Buffer, source: Buffer) -> None:
 
 def populate(buffer: Buffer) -> None:
     """Have the system give memory to every page of a writable buffer, leaving its bytes as they are."""
+
+class LadderTables:
+    """The tables of the ladder's entropy coder (docs/codecs.md), made ready; safe from several threads.
+
+    `frequencies` uint16 `[43, 128]`, `splits` uint16 `[3, 40, 4, 2]`, `first` uint8 `[4]`. `path` names the
+    code to run, one of `rans_paths()`; by default the fastest. All write the same bytes. Raises ValueError for
+    tables that cannot be coded with.
+    """
+
+    def __init__(
+        self,
+        frequencies: npt.NDArray[np.uint16],
+        splits: npt.NDArray[np.uint16],
+        first: npt.NDArray[np.uint8],
+        path: str | None = None,
+    ) -> None: ...
+    @property
+    def path(self) -> str: ...
+    def encode(
+        self,
+        numbers: npt.NDArray[np.int16],
+        classes: npt.NDArray[np.uint8],
+        expected: npt.NDArray[np.uint8],
+        steps: npt.NDArray[np.int8],
+        energy: npt.NDArray[np.int8],
+        level: int,
+    ) -> list[bytes]:
+        """The streams of levels 0 to `level` of a part, without the GIL.
+
+        `numbers` `[components, tokens]` are those of `level`; they are those of level 0 afterwards. Raises
+        ValueError where a number or class has no code.
+        """
+    def decode(
+        self,
+        streams: Sequence[npt.NDArray[np.uint8]],
+        numbers: npt.NDArray[np.int16],
+        classes: npt.NDArray[np.uint8],
+        expected: npt.NDArray[np.uint8],
+        steps: npt.NDArray[np.int8],
+        energy: npt.NDArray[np.int8],
+    ) -> None:
+        """Fill a part's arrays, all but `expected`, from streams of its first levels, without the GIL.
+
+        Raises ValueError for streams that no encoder wrote; the arrays are undefined then.
+        """
+
+def rans_paths() -> list[str]:
+    """The ways of coding that this processor can run, the fastest first."""

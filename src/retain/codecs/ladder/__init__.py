@@ -1,0 +1,1 @@
+"""The ladder: lossy codec of four levels that nest in one object."""

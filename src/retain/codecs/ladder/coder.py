@@ -1,0 +1,185 @@
+"""Encoding and decoding a block with a profile: arrays to streams and back, at one of the ladder's levels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from retain.codecs.base import Array
+from retain.codecs.ladder.levels import LEVELS, depth
+from retain.codecs.ladder.profile import Floats, Part, Profile
+from retain.codecs.ladder.quantise import Coded, Unencodable, dequantise, quantise
+from retain.codecs.ladder.transform import (
+    Place,
+    components,
+    freed,
+    from_floats,
+    place_of,
+    predicted,
+    rotation_of,
+    spread,
+    step_classes,
+    steps_of,
+    to_floats,
+)
+from retain.errors import InvalidObject
+from retain.identity import Tokens
+
+SINKS = "sinks"
+
+
+def encode(
+    profile: Profile,
+    arrays: Mapping[str, Array],
+    tokens: Tokens,
+    level: str,
+    *,
+    dtype: str,
+    first: int,
+    importance: Mapping[int, Floats] | None = None,
+) -> dict[str, Array]:
+    """The streams of a block of whole layers and heads, in reading order: every part at `tiny`, then every
+    part's first refinement, and so on.
+
+    `first` is the position of the first token. `importance` may give, by part, each coded token's importance
+    in place of what the profile's probe makes of it. Raises Unencodable for numbers that are not finite or
+    too large.
+    """
+    place = place_of(profile, dtype, first, tokens.size)
+    streams: dict[str, Array] = {}
+    if place.sinks:
+        streams[SINKS] = _sinks(arrays, place)
+    if place.sinks == tokens.size:
+        return streams
+    plain = freed(profile, arrays, place)
+    if not all(np.isfinite(array).all() for array in plain.values()):
+        raise Unencodable("the block holds numbers that are not finite")
+    coded = []
+    for index, part in enumerate(profile.parts):
+        given = (importance or {}).get(index)
+        steps = step_classes(profile, part, plain) if given is None else steps_of(profile, part, given)
+        coded.append(_encode_part(profile, part, plain, tokens[place.sinks :], steps, level))
+    for at, name in enumerate(LEVELS[: depth(level) + 1]):
+        streams.update((f"{name}.{index}", _bytes(rows[at])) for index, rows in enumerate(coded))
+    return streams
+
+
+def decode(
+    profile: Profile,
+    streams: Mapping[str, Array],
+    tokens: Tokens,
+    level: str,
+    out: Mapping[str, Array],
+    *,
+    dtype: str,
+    first: int,
+    position: int | None = None,
+) -> None:
+    """Fill a block's arrays from its streams, of which those above `level` are not looked at.
+
+    `position` is where keys are to be rotated to; by default to where they were, `first`. Raises
+    InvalidObject for streams that no encoder wrote, UnsupportedInput for a move that RoPE does not allow.
+    """
+    place = place_of(profile, dtype, first, tokens.size)
+    target = first if position is None else position
+    expected = set(stream_names(profile, level, place, tokens.size))
+    if not expected <= streams.keys():
+        raise InvalidObject(f"the block lacks streams {sorted(expected - streams.keys())[:5]}")
+    if place.sinks:
+        _restore_sinks(profile, streams[SINKS], place, target, out)
+    if place.sinks == tokens.size:
+        return
+    plain = {
+        name: np.empty((*a.shape[:2], a.shape[2] - place.sinks, a.shape[3]), np.float32)
+        for name, a in out.items()
+    }
+    for index, part in enumerate(profile.parts):
+        rows = [streams[f"{name}.{index}"] for name in LEVELS[: depth(level) + 1]]
+        spread(part, _decode_part(profile, part, rows, tokens[place.sinks :], level), plain)
+    for name, array in out.items():
+        numbers = plain[name]
+        if name.startswith("k"):
+            rotation = rotation_of(profile, name)
+            rotation.check_move(place.start, numbers.shape[2], target + place.sinks)
+            numbers = rotation.apply(numbers, target + place.sinks)
+        from_floats(numbers, dtype, array[:, :, place.sinks :])
+
+
+def stream_names(profile: Profile, level: str, place: Place, count: int) -> list[str]:
+    """The streams of a block at a level, in reading order."""
+    names = [SINKS] if place.sinks else []
+    if place.sinks < count:
+        names += [
+            f"{name}.{index}" for name in LEVELS[: depth(level) + 1] for index in range(len(profile.parts))
+        ]
+    return names
+
+
+def _encode_part(
+    profile: Profile,
+    part: Part,
+    plain: Mapping[str, Floats],
+    tokens: Tokens,
+    steps: npt.NDArray[np.int8],
+    level: str,
+) -> list[bytes]:
+    values = components(part, plain)
+    known = predicted(profile, part, tokens)
+    if known is not None:
+        values[: known.shape[0]] -= known
+    coded = quantise(profile, part, values, steps, level, profile.known_tables.first)
+    return profile.coder.encode(
+        coded.numbers, coded.classes, part.classes, coded.steps, coded.energy, depth(level)
+    )
+
+
+def _decode_part(profile: Profile, part: Part, rows: list[Array], tokens: Tokens, level: str) -> Floats:
+    count = tokens.size
+    coded = Coded(
+        np.empty((part.width, count), np.int16),
+        np.empty(part.width, np.uint8),
+        np.empty(count, np.int8),
+        np.empty(count, np.int8),
+    )
+    try:
+        profile.coder.decode(rows, coded.numbers, coded.classes, part.classes, coded.steps, coded.energy)
+    except (ValueError, TypeError) as error:
+        raise InvalidObject(f"the block's streams do not decode: {error}") from error
+    values = dequantise(profile, coded, level)
+    known = predicted(profile, part, tokens)
+    if known is not None:
+        used = max(values.shape[0], known.shape[0])
+        values = np.concatenate([values, np.zeros((used - values.shape[0], count), np.float32)])
+        values[: known.shape[0]] += known
+    return values
+
+
+def _sinks(arrays: Mapping[str, Array], place: Place) -> Array:
+    kept = [np.ascontiguousarray(array[:, :, : place.sinks]).reshape(-1) for array in arrays.values()]
+    return np.concatenate(kept).view(np.uint8)
+
+
+def _restore_sinks(
+    profile: Profile, stream: Array, place: Place, target: int, out: Mapping[str, Array]
+) -> None:
+    wanted = sum(array[:, :, : place.sinks].size * array.itemsize for array in out.values())
+    if stream.size != wanted:
+        raise InvalidObject(f"the block's first tokens take {stream.size} bytes, expected {wanted}")
+    at = 0
+    for name, array in out.items():
+        part = array[:, :, : place.sinks]
+        kept = stream[at : at + part.size * array.itemsize].copy().view(array.dtype).reshape(part.shape)
+        at += part.size * array.itemsize
+        if name.startswith("k") and target != place.first:
+            rotation = rotation_of(profile, name)
+            rotation.check_move(place.first, place.sinks, target)
+            moved = rotation.apply(rotation.remove(to_floats(kept, place.dtype), place.first), target)
+            from_floats(moved, place.dtype, part)
+        else:
+            np.copyto(part, kept)
+
+
+def _bytes(stream: bytes) -> Array:
+    return np.frombuffer(stream, np.uint8)
