@@ -259,6 +259,7 @@ class Cache:
             failures=self.ledger.failures(),
             tiers={tier.name: tier.stats() for tier in self.tiers},
             pending_writes=self.demoter.pending,
+            temporary_bytes=self.arena.reserved_bytes + sum(tier.room.reserved for tier in self.tiers),
         )
 
     def close(self) -> None:

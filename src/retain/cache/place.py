@@ -71,6 +71,11 @@ class Arena:
         with self.tier.freed:
             self.tier.freed.notify_all()
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of places that are not committed yet."""
+        return self._store.reserved_bytes
+
     def view(self, slot: int) -> memoryview | None:
         """The bytes in a slot, read-only; valid while the slot is leased."""
         return self._store.view(self.tier.object_name(slot))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -241,14 +241,24 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class Removed:
-    """How much a drop or clear removed, all tiers together."""
+class Tally:
+    """How much a call removed or pinned: blocks (a block may lie in several tiers), objects and bytes in all,
+    objects and bytes by tier, and what it could not reach, in words.
+    """
 
+    blocks: int = 0
     objects: int = 0
     bytes: int = 0
+    tiers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    missed: tuple[str, ...] = ()
 
-    def __add__(self, other: Removed) -> Removed:
-        return Removed(self.objects + other.objects, self.bytes + other.bytes)
+    @classmethod
+    def of(
+        cls, keys: Collection[bytes], tiers: Mapping[str, tuple[int, int]], missed: Sequence[str] = ()
+    ) -> Tally:
+        """The tally of these keys, from the counts of tiers."""
+        objects = sum(count for count, _ in tiers.values())
+        return cls(len(keys), objects, sum(size for _, size in tiers.values()), dict(tiers), tuple(missed))
 
 
 @dataclass(frozen=True)
@@ -289,10 +299,13 @@ class TierStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since the cache was opened, failures by reason, and each tier's state."""
+    """Counters since the cache was opened, failures by reason, and each tier's state.
+
+    `temporary_bytes` are held for objects that are on their way in: none while nothing is going on.
+    """
 
     counters: Mapping[str, int]
     failures: Mapping[str, int]
     tiers: Mapping[str, TierStats]
     pending_writes: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    temporary_bytes: int = 0

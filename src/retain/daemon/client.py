@@ -232,7 +232,7 @@ class RemoteCache:
             name: TierStats(kind, objects, size, capacity, leased, pinned, codec)
             for name, kind, objects, size, capacity, leased, pinned, codec in state.tiers
         }
-        return Stats(state.counters, state.failures | own, tiers, state.pending)
+        return Stats(state.counters, state.failures | own, tiers, state.pending, state.temporary)
 
     def state(self) -> messages.State | None:
         """The daemon's state, None while it is gone."""

@@ -399,6 +399,7 @@ class Desk:
             time.monotonic() - self._started,
             len(self.sessions.all()),
             {name: t.health.text for name, t in stats.tiers.items() if t.health is not None},
+            stats.temporary_bytes,
         )
 
 

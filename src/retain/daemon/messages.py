@@ -272,7 +272,7 @@ class Stats(Request, frozen=True):
 class State(Reply, frozen=True):
     """The cache's state: counters, failures by reason, tiers as (name, kind, objects, bytes, capacity,
     leased, pinned, codec), pending writes, the daemon's process id, uptime in seconds, sessions; of
-    remote tiers whether they are up, and why not.
+    remote tiers whether they are up, and why not; bytes held for objects on their way in.
     """
 
     counters: dict[str, int]
@@ -283,6 +283,7 @@ class State(Reply, frozen=True):
     uptime: float
     sessions: int
     health: dict[str, str] = {}
+    temporary: int = 0
 
 
 class Count(OneWay, frozen=True):

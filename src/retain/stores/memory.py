@@ -65,6 +65,12 @@ class MemoryStore:
         """Bytes taken by objects and reservations, in whole pages."""
         return self._arena.used
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of reservations that are neither committed nor abandoned."""
+        with self._lock:
+            return sum(place.size for place in self._reserved.values())
+
     def populate(self) -> None:
         """Take the whole capacity from the system now, so that no later write pays for page faults.
 
