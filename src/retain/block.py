@@ -61,12 +61,12 @@ class Block:
         """The object's bytes as buffers to be written one after the other; array buffers are not copied for
         raw.
         """
-        header = replace(self.header, codec=codec.name)
-        if codec.lossy:
+        encoded = codec.encode(self.arrays, self.tokens, self.header)
+        header = replace(self.header, codec=codec.name, parameters=encoded.parameters)
+        if not encoded.exact:
             header = replace(header, fidelity="lossy")
-        streams = codec.encode(self.arrays, header.dtype)
         contents: dict[str, Array] = {"tokens": self.tokens.astype("<u4", copy=False)}
-        contents.update((name, np.ascontiguousarray(array)) for name, array in streams.items())
+        contents.update((name, np.ascontiguousarray(array)) for name, array in encoded.streams.items())
         tensors = [
             Tensor(name, _safetensors_dtype(name, array, header), array.shape)
             for name, array in contents.items()
@@ -184,7 +184,8 @@ class RawLayout:
 
 
 def raw_layout(header: BlockHeader) -> RawLayout:
-    """The layout of a raw object with this header."""
+    """The layout of a raw object of the block with this header."""
+    header = replace(header, codec="raw", parameters="")
     kind = _SAFETENSORS[header.dtype]
     tensors = [Tensor("tokens", "U32", (header.count,))]
     tensors.extend(Tensor(name, kind, shape) for name, shape in array_shapes(header).items())
@@ -271,7 +272,7 @@ def decode(data: memoryview, expected: Expected | None = None) -> Block:
     tokens = views.pop("tokens")
     if header.codec == "raw":
         return Block(header, tokens, views)
-    layout = raw_layout(replace(header, codec="raw"))
+    layout = raw_layout(header)
     if expected is None and layout.size > MAX_DECODED_BYTES:
         raise InvalidObject(f"the object claims to decode to {layout.size} bytes")
     buffer = memoryview(bytearray(layout.size))
@@ -289,7 +290,7 @@ def decode_into(
         )
     token_view, arrays = layout.views(buffer)
     np.copyto(token_view, tokens)
-    known.decode(streams, frame.header.dtype, arrays)
+    known.decode(streams, tokens, frame.header, arrays)
     return Block(layout.header, token_view, arrays)
 
 

@@ -33,6 +33,14 @@ class ForeignObject(InvalidObject):
     """An object that is no worse than others, but not for this reader: of a later format, or encrypted."""
 
 
+class MissingProfile(ForeignObject):
+    """An object that is coded with a profile that this machine does not have."""
+
+
+class InvalidProfile(RetainError):
+    """A profile that contradicts itself, or bytes that are none."""
+
+
 class StoreError(RetainError):
     """Base of what a store raises."""
 

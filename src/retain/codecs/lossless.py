@@ -12,8 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 import zstandard
 
-from retain.codecs.base import Array, container
+from retain.codecs.base import Array, Encoded, container
 from retain.errors import InvalidObject
+from retain.header import BlockHeader
+from retain.identity import Tokens
 
 LEVEL = 3
 _PLANE = "plane"
@@ -25,16 +27,18 @@ class Lossless:
     name = "lossless"
     lossy = False
 
-    def encode(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+    def encode(self, arrays: Mapping[str, Array], tokens: Tokens, header: BlockHeader) -> Encoded:
         compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True, write_checksum=False)
         streams: dict[str, Array] = {}
         for name, array in arrays.items():
             for rank, plane in enumerate(_planes(array)):
                 streams[f"{name}.{_PLANE}{rank}"] = np.frombuffer(compressor.compress(plane.data), np.uint8)
-        return streams
+        return Encoded(streams)
 
-    def decode(self, streams: Mapping[str, Array], dtype: str, out: Mapping[str, Array]) -> None:
-        width = container(dtype).itemsize
+    def decode(
+        self, streams: Mapping[str, Array], tokens: Tokens, header: BlockHeader, out: Mapping[str, Array]
+    ) -> None:
+        width = container(header.dtype).itemsize
         expected = {f"{name}.{_PLANE}{rank}" for name in out for rank in range(width)}
         if streams.keys() != expected:
             raise InvalidObject(

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from retain.codecs.base import Array
+from retain.codecs.base import Array, Encoded
 from retain.errors import InvalidObject
+from retain.header import BlockHeader
+from retain.identity import Tokens
 
 
 class Raw:
@@ -16,10 +18,12 @@ class Raw:
     name = "raw"
     lossy = False
 
-    def encode(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Array]:
-        return dict(arrays)
+    def encode(self, arrays: Mapping[str, Array], tokens: Tokens, header: BlockHeader) -> Encoded:
+        return Encoded(dict(arrays))
 
-    def decode(self, streams: Mapping[str, Array], dtype: str, out: Mapping[str, Array]) -> None:
+    def decode(
+        self, streams: Mapping[str, Array], tokens: Tokens, header: BlockHeader, out: Mapping[str, Array]
+    ) -> None:
         if streams.keys() != out.keys():
             raise InvalidObject(f"raw block holds tensors {sorted(streams)}, expected {sorted(out)}")
         for name, array in out.items():

@@ -2,11 +2,13 @@
 
 import inspect
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from retain.block import make_header
 from retain.codecs import codec
 
 pytestmark = pytest.mark.engine
@@ -22,9 +24,12 @@ def test_lossless_makes_the_bf16_kv_of_smollm2_at_least_1_4_times_smaller(smollm
         )
         for name, field in (("k", "keys"), ("v", "values"))
     }
-    streams = codec("lossless").encode(arrays, "bfloat16")
+    ids = np.array(tokens, np.uint32)
+    spec = replace(smollm2.spec, dtype="bfloat16")
+    header = make_header(spec, space=b"s" * 32, parent=b"p" * 32, tokens=ids, first=0)
+    streams = codec("lossless").encode(arrays, ids, header).streams
     back = {name: np.empty_like(array) for name, array in arrays.items()}
-    codec("lossless").decode(streams, "bfloat16", back)
+    codec("lossless").decode(streams, ids, header, back)
     assert all(np.array_equal(back[name], arrays[name]) for name in arrays)
     ratio = sum(a.nbytes for a in arrays.values()) / sum(s.nbytes for s in streams.values())
     print(f"lossless: {ratio:.3f} times smaller")

@@ -14,6 +14,7 @@ from retain.codecs.ladder.profile import Floats, Part, Profile
 from retain.codecs.ladder.rope import Rotation
 
 _LEAST_NORM = 1e-9
+_LARGEST_HALF = np.float32(65504)
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,15 @@ def to_floats(array: Array, dtype: str) -> Floats:
 
 
 def from_floats(numbers: Floats, dtype: str, out: Array) -> None:
-    """Write float32 numbers as a KV dtype, rounded to the nearest."""
+    """Write float32 numbers as a KV dtype, rounded to the nearest finite one; `numbers` may be changed."""
     if dtype == "bfloat16":
         bits = numbers.view(np.uint32)
         np.copyto(out, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
-    else:
+    elif dtype == "float16":
+        np.clip(numbers, -_LARGEST_HALF, _LARGEST_HALF, out=numbers)
         np.copyto(out, numbers, casting="same_kind")
+    else:
+        np.copyto(out, numbers)
 
 
 def _log_norm(rows: Floats) -> Floats:
