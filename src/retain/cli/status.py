@@ -30,7 +30,8 @@ def status(
     once: Annotated[bool, typer.Option("--once", help="Print the state and end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the daemon of these tiers, or every daemon of this user: tiers, hits, writes under way, failures.
+    """Show the daemon of these tiers, or every daemon of this user: tiers and whether their servers are up,
+    hits, writes under way, failures.
 
     On a terminal the display goes on until interrupted. Exits with 1 where no daemon runs.
     """
@@ -74,12 +75,12 @@ def _shown(states: dict[Path, State]) -> Group:
         asked, hits = counters["requested_tokens"], counters["hit_tokens"]
         share = f"{hits / asked:.1%} of {asked:,} tokens asked for" if asked else "nothing asked for yet"
         title = f"process {state.pid}, up {state.uptime:,.0f} s, {state.sessions} clients, {path.name}"
-        table = Table("tier", "objects", "size", "capacity", "leased", "pinned", "codec", title=title)
+        columns = ["tier", "objects", "size", "capacity", "leased", "pinned", "codec"]
+        table = Table(*columns, *(["server"] if state.health else []), title=title)
         for name, _, objects, size, capacity, leased, pinned, codec in state.tiers:
             limit = "-" if capacity >= 1 << 62 else cell("size_bytes", capacity)
-            table.add_row(
-                name, f"{objects:,}", cell("size_bytes", size), limit, str(leased), str(pinned), codec
-            )
+            row = [name, f"{objects:,}", cell("size_bytes", size), limit, str(leased), str(pinned), codec]
+            table.add_row(*row, *([state.health.get(name, "")] if state.health else []))
         table.caption = (
             f"hit {share}; {counters['stored_blocks']:,} blocks stored, {state.pending} writes under way, "
             f"{counters['evicted_objects']:,} evicted, {sum(state.failures.values()):,} failures"
@@ -98,4 +99,5 @@ def _plain(state: State) -> dict[str, object]:
         "counters": state.counters,
         "failures": state.failures,
         "tiers": [dict(zip(fields, tier, strict=True)) for tier in state.tiers],
+        "health": state.health,
     }

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from retain.engines import handover
 from retain.errors import UnsupportedModel
 
 from . import version
@@ -156,7 +157,7 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._planner.matched(request, num_computed_tokens)
-        return found, found > 0
+        return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -187,8 +188,9 @@ class RetainConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Freeing the blocks is not delayed: those that are still to be copied are held one by one.
-        self._planner.finished(request, block_ids)
-        return False, None
+        kept = self._planner.finished(request, block_ids)
+        hands_over = kept and handover.asked(request.kv_transfer_params)
+        return False, handover.promise(kept) if hands_over else None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -250,6 +252,11 @@ def _check_parallel(parallel: Any) -> None:
             raise UnsupportedModel(
                 f"{name} above 1 spreads a prefix's tokens over ranks, which is not supported"
             )
+
+    if int(getattr(parallel, "nnodes_within_dp", 1) or 1) > 1:
+        raise UnsupportedModel(
+            "an engine that spans nodes leaves each node's daemon with slices alone, which is not supported"
+        )
 
 
 def _single_process(vllm_config: Any) -> bool:
