@@ -32,7 +32,7 @@ LEVELS = (
     ("stores", "address", "config"),
     ("cache",),
     ("daemon", ""),
-    ("testing", "engines", "reuse", "insight", "edit"),
+    ("testing", "engines", "reuse", "insight", "edit", "profile"),
     ("bench", "gateway"),
     ("cli",),
 )
