@@ -15,6 +15,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from retain.bench.chaos.footprint import footprint
 from retain.block import cut
 from retain.cache import Query
 from retain.codecs import codec
@@ -306,7 +307,7 @@ def test_an_unknown_protocol_version_is_refused_with_both_named(connect, runtime
         wire.send_request(connection, messages.Hello(99, "future", b""))
         _, reply, _ = wire.receive_reply(connection, time.monotonic() + 5)
     assert isinstance(reply, messages.Refused)
-    assert "version 1" in reply.reason
+    assert "version 2" in reply.reason
     assert "version 99" in reply.reason
 
 
@@ -519,3 +520,11 @@ def test_no_descriptor_is_left_open_by_clients_that_come_and_go(connect, runtime
     wait_for(lambda: count() <= before)
     assert own() <= mine
     wait_for(lambda: first.state().sessions == 1)
+
+
+def test_a_daemon_that_was_killed_is_no_zombie_of_who_started_it(connect, runtime):
+    cache = connect()
+    for _ in range(2):
+        os.kill(cache.state().pid, signal.SIGKILL)
+        wait_for(lambda: cache.state() is not None)
+    wait_for(lambda: footprint(os.getpid()).zombies == 0)

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -131,9 +132,11 @@ def spawn(tiers: Sequence[TierAddress], policy: str, path: Path) -> None:
     arguments += ["--idle", str(IDLE_SECONDS)]
     arguments += [f"--tier={tier}" for tier in tiers]
     with open(log_path(path), "ab") as output:
-        subprocess.Popen(
+        process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
         )
+    # It may end long before the process that started it, whose child it would then stay as a zombie.
+    threading.Thread(target=process.wait, name="retain-bury", daemon=True).start()
 
 
 def _wait_for(path: Path) -> socket.socket:
