@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from retain.cache import Hit
+from retain.cache import Hit, Planner
+from retain.engines import handover
 from retain.identity import BLOCK_TOKENS, Chain, Media, Tokens, block_key, digest, root_key
 from retain.model import ModelSpec
 
@@ -44,6 +45,8 @@ class Tracked:
     """A load of this request failed once: it is computed, and nothing is loaded for it again."""
     next: int = 0
     """The first block that is still to be stored."""
+    patience: float | None = None
+    """Until when (time.monotonic) to wait for tokens that another engine has promised."""
     seen: list[list[int]] = field(default_factory=list)
     """By group, all blocks the request ever had: vLLM's tables have null blocks where a window moved on."""
 
@@ -74,6 +77,16 @@ class Tracked:
     def ids(self, start: int, stop: int) -> Tokens:
         """Token ids of [start, stop)."""
         return np.asarray(self.request._all_token_ids[start:stop], np.uint32)
+
+    def awaited(self, planner: Planner) -> int:
+        """How many first tokens another engine has promised to store, as long as they are waited for."""
+        promised = handover.promised(self.request.kv_transfer_params)
+        if not promised:
+            return 0
+        now = time.monotonic()
+        if self.patience is None:
+            self.patience = now + handover.patience(planner, self.whose.spec, promised)
+        return promised if now < self.patience else 0
 
     def remember(self, tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The request's blocks by group, also those that have left a window since."""

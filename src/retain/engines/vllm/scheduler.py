@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retain.cache import Query
+from retain.engines import handover
 from retain.identity import BLOCK_TOKENS, TAIL_TOKENS, salt_of, space_of
 from retain.model import ModelSpec
 
@@ -31,6 +32,9 @@ log = logging.getLogger("vllm.retain")
 
 LOOK_AGAIN = 1.0
 """Seconds after which a waiting request's lookup is repeated: its prefix may have been stored meanwhile."""
+
+LOOK_SOON = 0.01
+"""The same while what another engine has promised is not all there."""
 
 SHARE_HELD = 0.25
 """The share of vLLM's blocks that running requests' saves may hold; beyond it they wait for their turn."""
@@ -96,8 +100,8 @@ class Scheduler:
 
     # what is found
 
-    def matched(self, request: Any, computed: int) -> int:
-        """How many tokens behind the `computed` that vLLM holds can be loaded."""
+    def matched(self, request: Any, computed: int) -> int | None:
+        """How many tokens behind the `computed` that vLLM holds can be loaded; None: ask again."""
         tracked = self._track(request)
         if tracked is None or tracked.loading:
             return 0
@@ -105,11 +109,14 @@ class Scheduler:
         if not tracked.reads or tracked.failed or request.skip_reading_prefix_cache or wanted <= computed:
             tracked.release()
             return 0
-        stale = time.monotonic() - tracked.looked_at > LOOK_AGAIN
+        awaited = min(wanted, tracked.awaited(self._cache.planner))
+        stale = time.monotonic() - tracked.looked_at > (LOOK_SOON if awaited else LOOK_AGAIN)
         if tracked.looked_for != wanted or stale:
             chain = tracked.chain()
             query = Query(chain, tracked.whose.spec, fidelity=self._settings.fidelity, limit=wanted)
             tracked.found(self._cache.lookup(query, plan=self._settings.plan), wanted)
+        if tracked.hit is not None and tracked.hit.found < awaited:
+            return None
         tracked.start = computed
         found = self._usable(tracked)
         if found <= computed:
@@ -186,12 +193,13 @@ class Scheduler:
             if tracked is not None and tracked.stores:
                 self._advance(tracked, name, count, output, saves)
 
-    def finished(self, request: Any, tables: tuple[Sequence[int], ...]) -> None:
-        """A request has ended; its blocks are about to be freed."""
+    def finished(self, request: Any, tables: tuple[Sequence[int], ...]) -> int:
+        """A request has ended; its blocks are about to be freed. How many of its first tokens are kept, or
+        on their way.
+        """
         tracked = self._requests.pop(request.request_id, None)
         try:
-            if tracked is not None:
-                self._finish(tracked, tables)
+            return 0 if tracked is None else self._finish(tracked, tables)
         finally:
             self._let_go(request.request_id)
 
@@ -247,29 +255,33 @@ class Scheduler:
 
     # inside
 
-    def _finish(self, tracked: Tracked, tables: tuple[Sequence[int], ...]) -> None:
+    def _finish(self, tracked: Tracked, tables: tuple[Sequence[int], ...]) -> int:
         request = tracked.request
         if tracked.loading:
             # Aborted: its blocks stay until the load has ended, and what is in them is not known.
             self._cancelled.add(request.request_id)
-            return
+            return 0
         tracked.release()
         if not self._settings.store or not tracked.stores:
-            return
+            return 0
         computed = int(request.num_computed_tokens) - int(request.num_in_flight_tokens)
         stop = self._storable(tracked, computed)
         saves: list[Save] = []
         tables = tuple(tracked.remember(tables)) if self._narrow else tables
         while (tracked.next + 1) * BLOCK_TOKENS <= stop:
             self._add(saves, tracked, tables, BLOCK_TOKENS)
-        count = (stop - tracked.next * BLOCK_TOKENS) // self._tail * self._tail
+        kept = tracked.next * BLOCK_TOKENS
+        tail = 1 if handover.asked(request.kv_transfer_params) else self._tail
+        count = (stop - kept) // tail * tail
         if self._settings.store_tails and count > 0:
+            kept += count
             self._add(saves, tracked, tables, count)
         worker = self._shared.worker
         if worker is not None and worker.immediate and not self._new_models:
             worker.start_saves(saves)  # no further step may come for a while
         else:
             self._late.extend(saves)
+        return kept
 
     def _track(self, request: Any) -> Tracked | None:
         name = request.request_id

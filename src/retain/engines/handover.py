@@ -1,0 +1,43 @@
+"""Handing over: one engine computes a prompt, another goes on from there, and knows how much it will find.
+
+An engine stores behind its answers, so the next one may look before all of it is there. What passes between
+them is vLLM's `kv_transfer_params`: the first is asked with `do_remote_decode`, and answers how many of the
+prompt's tokens are on their way into the tiers; the second is asked with that answer, and waits for them
+briefly. What has not come by then is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from retain.cache import Planner
+from retain.model import ModelSpec
+
+WAIT_SECONDS = 2.0
+"""How long promised tokens are waited for where computing them is not predicted to take longer. An engine in
+another process stores a prompt within milliseconds, on a machine without a free core within tenths."""
+
+
+def asked(params: object) -> bool:
+    """Whether a request's `kv_transfer_params` say that another engine will go on from its prompt."""
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
+
+
+def promise(tokens: int) -> dict[str, Any]:
+    """The answer's `kv_transfer_params`: so many first tokens are in the tiers, or on their way there."""
+    return {"do_remote_prefill": True, "retain": {"tokens": tokens}}
+
+
+def promised(params: object) -> int:
+    """How many first tokens of a request's prompt its `kv_transfer_params` promise; 0 where they say
+    nothing of it.
+    """
+    own = params.get("retain") if isinstance(params, Mapping) else None
+    tokens = own.get("tokens") if isinstance(own, Mapping) else None
+    return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0 else 0
+
+
+def patience(planner: Planner, spec: ModelSpec, tokens: int) -> float:
+    """How many seconds to wait for promised tokens."""
+    return max(WAIT_SECONDS, planner.prefill_seconds(spec, 0, tokens) or 0.0)
