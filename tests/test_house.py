@@ -18,6 +18,7 @@ LEVELS = (
     (
         "_native",
         "identity",
+        "fidelity",
         "model",
         "geometry",
         "weights",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from retain.codecs import CODECS
+from retain.fidelity import QUALITIES, accepts, quality_of
 from retain.model import ModelSpec, Slice
 
 
@@ -34,10 +35,14 @@ class Form:
 
     def serves(self, spec: ModelSpec, fidelity: str) -> bool:
         """Whether numbers of this form may be given to a reader that accepts `fidelity` at the lowest."""
-        codec = CODECS.get(self.codec)
-        if codec is None or self.variant != spec.variant[:16]:
+        if self.codec not in CODECS or self.variant != spec.variant[:16]:
             return False
-        return fidelity != "exact" or not (codec.lossy or self.lineage is not None)
+        return accepts(fidelity, self.quality)
+
+    @property
+    def quality(self) -> str | None:
+        """How near to exact numbers of this form are at the least: a lossy codec's object may hold better."""
+        return quality_of(self.codec, self.lineage)
 
 
 class Forms:
@@ -65,7 +70,8 @@ class Forms:
         return number
 
     def serving(self, spec: ModelSpec, wanted: Slice, fidelity: str) -> list[int]:
-        """The numbers of the forms that serve a reader of `wanted`, the codec fastest to read first."""
+        """The numbers of the forms that serve a reader of `wanted`: the best first, of equals the fastest to
+        read."""
         question = (spec.variant, wanted, fidelity)
         known, found = self._accepted.get(question, (0, []))
         if known != len(self._forms):
@@ -74,9 +80,14 @@ class Forms:
                 for number, form in enumerate(self._forms)
                 if form.serves(spec, fidelity) and contains(form.slice, wanted)
             ]
-            found.sort(key=lambda number: self._forms[number].codec != "raw")
+            found.sort(key=lambda number: _rank(self._forms[number]))
             self._accepted[question] = (len(self._forms), found)
         return found
+
+
+def _rank(form: Form) -> tuple[int, bool]:
+    quality = form.quality
+    return (len(QUALITIES) if quality is None else QUALITIES.index(quality), form.codec != "raw")
 
 
 def contains(held: Slice, wanted: Slice) -> bool:

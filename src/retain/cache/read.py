@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from retain.block import (
     Block,
@@ -21,10 +21,13 @@ from retain.block import (
     raw_layout,
     verify_object,
 )
+from retain.codecs import CODECS
 from retain.errors import ForeignObject, InvalidObject, StoreError, StoreUnavailable
-from retain.header import BlockHeader, Frame
+from retain.fidelity import accepts, decoded_lineage, quality_of
+from retain.header import BlockHeader, Frame, object_name, split_name
 from retain.model import ModelSpec, Slice
 
+from .forms import Form
 from .ledger import Ledger
 from .place import Arena
 from .planner import Planner
@@ -62,8 +65,12 @@ class Want:
     def check(self, header: BlockHeader, key: bytes) -> None:
         """Raise InvalidObject unless the block is what was asked for."""
         Expected(key, self.spec).check(header)
-        if self.fidelity == "exact" and header.fidelity != "exact":
-            raise InvalidObject(f"the block is {header.fidelity}, but exact was asked for")
+        if header.fidelity == "lossy":
+            accepted = accepts(self.fidelity, quality_of(header.codec, header.lineage))
+        else:
+            accepted = header.fidelity in ("exact", self.fidelity) or self.fidelity not in ("exact", "kin")
+        if not accepted:
+            raise ForeignObject(f"the block is {header.fidelity}, but {self.fidelity} was asked for")
 
 
 class Reader:
@@ -75,6 +82,8 @@ class Reader:
         self._ledger = ledger
         self._planner = planner
         self._workers = Workers("retain-read", READERS)
+        self.promoted: Callable[[BlockHeader, int, int], None] | None = None
+        """Told of each block that was read from a lower tier into the arena: its header, slot, tier."""
 
     def read(self, query: Query, parts: Sequence[Part], deadline: float) -> tuple[list[Block], list[Lease]]:
         """The blocks of `parts` up to the first that cannot be had by `deadline` (perf_counter seconds)."""
@@ -204,7 +213,8 @@ class Reader:
         frame = self._read_verified(tier, source, name, key, want, data)
         streams = object_views(data, frame)
         tokens = streams.pop("tokens")
-        layout = raw_layout(replace(frame.header, codec="raw"))
+        layout = raw_layout(frame.header)
+        raw_name = layout.header.name
         try:
             place = self._arena.reserve(raw_name, layout.size, 0.0)
         except KeyError:
@@ -216,7 +226,9 @@ class Reader:
         except BaseException as error:
             if place is not None:
                 self._arena.abandon(raw_name)
-            if isinstance(error, InvalidObject):
+            if isinstance(error, ForeignObject):
+                tier.forget(source.slot)
+            elif isinstance(error, InvalidObject):
                 tier.remove(source.slot)
             raise
         return self._settle(source, layout.frame, raw_name, buffer, placed=place is not None)
@@ -254,6 +266,8 @@ class Reader:
             return Piece(block, Lease(lambda: None), None, source.tier, source.size)
         slot = self._arena.commit(frame.header, raw_name, len(buffer), leased=True)
         self._ledger.count("promoted_blocks")
+        if self.promoted is not None and source.tier > 1:
+            self.promoted(frame.header, slot, source.tier)
         return Piece(block, _lease_of(block, self._arena.tier, slot), slot, source.tier, source.size)
 
 
@@ -271,9 +285,13 @@ def shape(pieces: Sequence[Block], wanted: Slice) -> Block:
 
 
 def _raw_name(name: str) -> str:
-    parts = name.split(".")
-    parts[3] = "raw"
-    return ".".join(parts)
+    """The name in the arena of what an object decodes to, as far as its own name tells."""
+    key, form = split_name(name)
+    held = Form.parse(form)
+    lineage = held.lineage
+    if CODECS[held.codec].lossy:
+        lineage = decoded_lineage(held.codec, held.lineage)
+    return object_name(key, held.variant, held.slice, "raw", lineage)
 
 
 def _lease_of(block: Block, memory: Tier, slot: int) -> Lease:

@@ -15,6 +15,7 @@ from retain.cli import (
     demo,
     doctor,
     ls,
+    profile,
     serve,
     show,
     stats,
@@ -54,5 +55,6 @@ app.command("verify")(verify.verify)
 app.command("clear")(clear.clear)
 app.command("stats")(stats.stats)
 app.command("doctor")(doctor.doctor)
+app.command("profile")(profile.profile)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retain.bench.report import Report, save_figure, tables
-from retain.cli.options import Json, Plot, settings
+from retain.cli.options import Json, Model, Plot, settings
 from retain.cli.terminal import BAD, stdout
 from retain.errors import ConfigError
 
@@ -78,6 +78,33 @@ def trace(
 
     report = bench.run(name, settings(context, data=data).data, capacity or (), policy or ())
     finish(report, bench.plot, as_json, plot)
+
+
+@app.command("codec")
+def codec(
+    context: typer.Context,
+    model: Model = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A text to judge by. Repeatable.", show_default=False),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(metavar="PYTHON", help="The Python of a venv with LMCache.", show_default=False),
+    ] = None,
+    data: Data = None,
+    as_json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Bits a value of every codec, and what it does to the model's next tokens, on prose, code, dialogue and
+    tables.
+
+    Needs a profile of the model: `retain profile`.
+    """
+    from retain.bench import codec as bench
+
+    chosen = settings(context, model=model, data=data)
+    finish(bench.run(chosen.model, text or (), chosen.data, peers), bench.plot, as_json, plot)
 
 
 @app.command("ttft")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import calendar
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import random
@@ -20,6 +21,7 @@ from retain.errors import ConfigError
 from retain.identity import Tokens
 
 Encode = Callable[[str], Sequence[int]]
+"""Token ids of a text, those that a tokenizer puts before every text included."""
 
 MODULES = (
     "asyncio.base_events", "tarfile", "http.client", "typing", "smtplib", "ast", "logging", "_pydecimal",
@@ -27,6 +29,12 @@ MODULES = (
     "statistics", "xml.dom.minidom", "pathlib", "random", "ipaddress", "turtle", "mailbox", "doctest",
 )  # fmt: skip
 """Programs of the standard library, none of them among those that benches and tests read."""
+
+PACKAGES = (
+    "torch", "transformers", "rich", "typer", "huggingface-hub", "tokenizers", "tqdm", "numpy",
+    "markdown-it-py", "networkx", "regex", "click", "httpx", "sympy", "gguf", "packaging", "jinja2", "fsspec",
+)  # fmt: skip
+"""Packages that engines bring, for what they say of themselves: prose about other things than Python."""
 
 MIX = ("prose", "code", "prose", "dialogue", "code", "prose", "table", "code")
 """The kinds of text in turn: KV of one kind alone costs others up to a quarter more bits."""
@@ -78,10 +86,12 @@ def _parts(encode: Encode, text: str, length: int) -> Iterator[Tokens]:
 
 
 def _stretches(encode: Encode, texts: Iterator[str], length: int) -> Iterator[Tokens]:
-    """Whole stretches: short texts are joined, and of a long one only the first part is used, for variety."""
+    """Whole stretches of two texts or more: of a long one only the first part is used, for variety."""
+    opening = len(encode(""))
     held: list[int] = []
     for text in texts:
-        held.extend(encode(text)[: max(0, length - len(held))])
+        ids = encode(text)[opening if held else 0 :]
+        held.extend(ids[: min(length - len(held), length // 2)])
         if len(held) >= length:
             yield np.asarray(held, np.uint32)
             held = []
@@ -89,7 +99,18 @@ def _stretches(encode: Encode, texts: Iterator[str], length: int) -> Iterator[To
 
 def _prose() -> Iterator[str]:
     topics = importlib.import_module("pydoc_data.topics").topics
-    yield from (topics[name] for name in sorted(topics))
+    descriptions = [text for name in PACKAGES if (text := _description(name))]
+    for number, name in enumerate(sorted(topics)):
+        if number < len(descriptions):
+            yield descriptions[number]
+        yield topics[name]
+
+
+def _description(package: str) -> str:
+    try:
+        return str(importlib.metadata.metadata(package).json.get("description", ""))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _code() -> Iterator[str]:

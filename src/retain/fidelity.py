@@ -1,0 +1,72 @@
+"""Fidelity: how far KV may be from what the model itself computes, from exact down to the coarsest level.
+
+What is computed on coded KV is as far off as that, whatever it is coded with itself. A block's lineage says
+so: one digest a quality, so that blocks computed on KV of one quality find each other, and never stand where
+better ones are meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from types import MappingProxyType
+
+from retain.errors import ConfigError
+from retain.identity import digest
+
+QUALITIES = ("exact", "fine", "int8", "near", "balanced", "tiny")
+"""From the best to the worst, by measured KL (docs/quality.md)."""
+
+ACCEPTABLE = (*QUALITIES, "kin", "lossy", "fused")
+"""What a request may name as the lowest fidelity it accepts. `kin` takes another variant's KV, but nothing
+that was coded with loss; `lossy` any level; `fused` KV put together from parts too."""
+
+
+def accepts(asked: str, quality: str | None) -> bool:
+    """Whether a reader that accepts `asked` at the lowest takes KV of `quality`; None is one not known
+    here."""
+    if quality == "exact" or asked in ("lossy", "fused"):
+        return quality is not None or asked == "fused"
+    if quality is None or asked in ("exact", "kin"):
+        return False
+    return QUALITIES.index(quality) <= QUALITIES.index(asked)
+
+
+def checked(asked: str) -> str:
+    """`asked` itself if a request may name it. Raises ConfigError."""
+    if asked not in ACCEPTABLE:
+        raise ConfigError(f"fidelity must be one of {', '.join(ACCEPTABLE)}, got {asked!r}")
+    return asked
+
+
+def quality_of(codec: str, lineage: bytes | None) -> str | None:
+    """The quality of KV coded with `codec`, computed on KV of `lineage` (at least its first 16 bytes): the
+    worse of both. None for the lineage of something else than coding."""
+    own = codec if codec in QUALITIES else "exact"
+    if lineage is None:
+        return own
+    below = _known().get(lineage[:16])
+    return None if below is None else worst((own, below))
+
+
+def worst(qualities: Iterable[str]) -> str:
+    """The lowest of these qualities, exact for none."""
+    return max(qualities, key=QUALITIES.index, default="exact")
+
+
+def lineage_of(quality: str) -> bytes | None:
+    """The lineage of what is computed on KV of a quality; None for exact."""
+    return None if quality == "exact" else digest("retain/lineage", quality)
+
+
+def decoded_lineage(codec: str, lineage: bytes | None) -> bytes | None:
+    """The lineage of what a lossy object decodes to."""
+    quality = quality_of(codec, lineage)
+    # Of a lineage that is not known here, what is coded on top differs from the rest of it.
+    return digest("retain/lineage", codec, lineage) if quality is None else lineage_of(quality)
+
+
+@lru_cache(maxsize=1)
+def _known() -> MappingProxyType[bytes, str]:
+    found = {lineage[:16]: quality for quality in QUALITIES if (lineage := lineage_of(quality)) is not None}
+    return MappingProxyType(found)
