@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import retain
-from retain.cache import Query
+from retain.cache import Query, Selection
 from retain.cache import cache as cache_module
 from retain.codecs import codec
 from retain.identity import salt_of
@@ -74,11 +74,11 @@ def test_pinned_blocks_stay():
     with retain.open(f"memory:{SLOT * 4}") as cache:
         chain = chain_of(range(32))
         fill(cache, chain)
-        assert cache.pin(chain.keys) == 2
+        assert cache.pin(Selection(keys=chain.keys)).blocks == 2
         fill(cache, chain_of(range(1000, 1160)))
         assert read(cache, chain)[0] == 32
         assert cache.stats().tiers["memory"].pinned == 2
-        assert cache.unpin([*chain.keys, b"?" * 32]) == 2
+        assert cache.unpin(Selection(keys=(*chain.keys, b"?" * 32))).blocks == 2
         fill(cache, chain_of(range(2000, 2160)))
         assert read(cache, chain)[0] == 0
 

@@ -56,7 +56,7 @@ def test_one_hosts_cache_is_anothers_tier(tmp_path: Path, tier: str, from_disk: 
         assert all(each.leased == 0 for each in here.stats().tiers.values())
 
 
-@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if not codec.lossy])
 def test_what_is_uploaded_is_verified_and_kept(tmp_path: Path, tier: str, codec: str) -> None:
     prompt = chain_of(range(64))
     with open_cache("memory:8MiB", f"disk:{tmp_path / 'kv'}") as here, served(here) as port:

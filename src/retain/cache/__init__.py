@@ -20,12 +20,13 @@ from .results import (
     Loaded,
     Nearest,
     Query,
-    Removed,
     Reservation,
     Stats,
     StoreResult,
+    Tally,
     TierStats,
 )
+from .select import Prefix, Selection
 from .tenants import Tenants
 from .tier import Tier
 
@@ -73,10 +74,12 @@ __all__ = [
     "Nearest",
     "Planner",
     "Query",
-    "Removed",
     "Reservation",
     "Stats",
+    "Prefix",
+    "Selection",
     "StoreResult",
+    "Tally",
     "Tier",
     "TierStats",
     "open_cache",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -21,6 +22,9 @@ from .workers import Workers
 
 HEAD_BYTES = 16 << 10
 """How much of an object is read to learn its header and token ids."""
+
+HEADS_AT_ONCE = 8
+"""Heads that are read from a shared tier at a time, when a call has to know them all."""
 
 ADOPT_SECONDS = 1.0
 """How long opening a cache waits for the headers of what it found; the rest is read in the background."""
@@ -41,7 +45,7 @@ class Adopter:
         done = threading.Event()
         self._adopted[tier.name] = done
         if tier.shared is not None:
-            if tier.shared.lists:
+            if tier.shared.lists or tier.bounded:
                 self._workers.submit(lambda: self._list(tier, done))
             else:
                 done.set()
@@ -72,27 +76,41 @@ class Adopter:
     def _list(self, tier: Tier, done: threading.Event) -> None:
         try:
             self.discover(tier)
+            if tier.bounded and tier.room.make(0):  # what others have written counts too
+                tier.room.give_back(0)
         finally:
             done.set()
 
-    def discover(self, tier: Tier, keys: Collection[bytes] | None = None, *, spaces: bool = False) -> None:
-        """Record what a shared tier's server lists, or of it what is of these keys; with `spaces`, read the
-        headers that tell to which space each belongs.
+    def discover(
+        self, tier: Tier, keys: Collection[bytes] | None = None, *, headers: bool = False
+    ) -> str | None:
+        """Record what a shared tier's server lists, or of it what is of these keys; with `headers`, read
+        those that tell to which space each belongs. What went wrong, None where nothing did.
         """
+        now = time.time()
         try:
             for each in tier.store.scan():
                 if self._closed.is_set():
-                    return
+                    return None
                 with suppress(ValueError):
                     if keys is None or split_name(each.name)[0] in keys:
-                        tier.note(each.name, UNKNOWN, each.size)
-            for name in tier.unknown() if spaces else ():
-                with suppress(InvalidObject):
-                    frame, _ = read_head(tier, name)
-                    if frame is not None:
-                        tier.learn(name, frame.header)
+                        tier.note(each.name, UNKNOWN, each.size, max(0.0, now - each.modified))
         except StoreError as error:
             self._ledger.failure(f"the {tier.name} tier could not be listed", error)
+            return f"it could not be listed: {error}"
+        names = tier.unknown() if headers else []
+        with ThreadPoolExecutor(HEADS_AT_ONCE, thread_name_prefix="retain-heads") as threads:
+            troubles = [each for each in threads.map(lambda name: self._learn_one(tier, name), names) if each]
+        return f"{len(troubles)} of its objects could not be read: {troubles[0]}" if troubles else None
+
+    def _learn_one(self, tier: Tier, name: str) -> str | None:
+        try:
+            frame, _ = read_head(tier, name)
+        except (InvalidObject, StoreError) as error:
+            return str(error)
+        if frame is not None:
+            tier.learn(name, frame.header)
+        return None
 
     def _learn(self, tier: Tier, adopted: Sequence[StoredObject], done: threading.Event) -> None:
         try:

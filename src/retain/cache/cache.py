@@ -22,6 +22,7 @@ from retain.header import BlockHeader
 from retain.identity import Chain
 from retain.model import ModelSpec, Slice
 
+from .control import Control
 from .demote import Demoter
 from .find import Finder, Search, continuation, nearest
 from .flight import Flight, Flights
@@ -29,7 +30,8 @@ from .join import Joiner
 from .ledger import Ledger
 from .place import Arena
 from .planner import Planner
-from .read import Reader
+from .prefetch import Prefetcher
+from .read import Reader, Want
 from .results import (
     Hit,
     Lease,
@@ -37,12 +39,14 @@ from .results import (
     Nearest,
     Part,
     Query,
-    Removed,
     Reservation,
     Stats,
     StoreResult,
+    Tally,
+    TierStats,
     read_ticket,
 )
+from .select import Selection
 from .tier import Tier
 
 LEASE_SECONDS = 60.0
@@ -70,6 +74,11 @@ class Cache:
         self.finder = Finder(self.tiers, ledger, self.planner)
         self.reader = Reader(self.tiers, self.arena, ledger, self.planner)
         self.demoter = Demoter(self.arena, self.tiers[1:], ledger)
+        self.reader.promoted = self.demoter.promoted
+        self.prefetcher = Prefetcher(self.tiers, self.reader, ledger, self.tiers[0].rules.ahead)
+        self.control = Control(self.tiers, self.finder.adopter, ledger, self._cancel)
+        self.gaps = self.tiers[0].gaps
+        self.gaps.watch(self.tiers)
         self.joiner = Joiner(self.arena, ledger, self.demoter.submit)
         self._handles = itertools.count(1)
         self._hits: weakref.WeakValueDictionary[int, Hit] = weakref.WeakValueDictionary()
@@ -131,6 +140,9 @@ class Cache:
         by_tier = self._by_tier(parts[: len(blocks)])
         self.ledger.count("loaded_blocks", len(blocks))
         self.ledger.count("loaded_tokens", sum(lengths))
+        if blocks:
+            want = Want(hit.query.spec, hit.query.fidelity)
+            self.prefetcher.follow(want, hit.query.wanted, parts[: len(blocks)])
         return Loaded(tuple(blocks), lengths, by_tier, time.perf_counter() - start, tuple(leases))
 
     def claim(self, ticket: bytes, spec: ModelSpec, part: Slice | None = None) -> Hit:
@@ -145,20 +157,21 @@ class Cache:
         query = replace(hit.query, spec=spec, slice=part)
         return Hit(query, hit.parts, hit.found, hit.tokens_by_tier, Lease(lambda: None), hit.handle)
 
-    def reserve(self, header: BlockHeader) -> Reservation | None:
+    def reserve(self, header: BlockHeader, *, ttl: float | None = None) -> Reservation | None:
         """A place in the arena for a raw block, to be filled and committed; None where it is not wanted or
         there is no room.
 
-        The reservation's `tokens` and `arrays` are writable and uninitialised.
+        The reservation's `tokens` and `arrays` are writable and uninitialised. A block with a `ttl` is kept
+        so many seconds at the most, in memory alone: the tiers below would not know of it after a restart.
         """
-        result = self._reserve(header)
+        result = self._reserve(header, ttl)
         return result if isinstance(result, Reservation) else None
 
-    def store(self, block: Block) -> StoreResult:
-        """Keep a raw block: in memory when this returns, in the tiers below soon after. The caller's arrays
-        are copied.
+    def store(self, block: Block, *, ttl: float | None = None) -> StoreResult:
+        """Keep a raw block: in memory when this returns, in the tiers below as their rules say. The caller's
+        arrays are copied. `ttl` as for `reserve`.
         """
-        place = self._reserve(block.header)
+        place = self._reserve(block.header, ttl)
         if isinstance(place, StoreResult):
             return place
         try:
@@ -186,51 +199,35 @@ class Cache:
             self.ledger.failure("a search for the nearest prompt failed", error)
             return None
 
-    def drop(self, keys: Iterable[bytes]) -> Removed:
+    def remove(self, which: Selection) -> Tally:
+        """Remove what is selected from every tier that can be reached, with true counts of what went, and a
+        word on what could not be reached. Nothing of it hits afterwards; writes on their way are called off.
+
+        Raises ValueError for a tier that is not there.
+        """
+        return self.control.remove(which)
+
+    def drop(self, keys: Iterable[bytes]) -> Tally:
         """Remove every object of these keys from every tier."""
-        removed = Removed()
-        wanted = set(keys)
-        self.joiner.cancel(lambda header: header.key in wanted)
-        self.demoter.cancel(lambda key, _: key in wanted)
-        for tier in self.tiers:
-            if tier.shared is not None and tier.shared.writable:
-                self.finder.adopter.discover(tier, wanted)
-            with tier.lock:
-                for key in wanted:
-                    for slot in tier.index.same_key(key):
-                        size = tier.remove(slot)
-                        removed += Removed(1 if size else 0, size)
-        return self._removed(removed)
+        return self.control.remove(Selection(keys=tuple(keys)))
 
-    def clear(self, *, tier: str | None = None, space: bytes | None = None) -> Removed:
-        """Remove everything, or what one tier (by kind or name) or one space holds; returns what was removed.
+    def clear(self, *, tier: str | None = None, space: bytes | None = None) -> Tally:
+        """Remove everything, or what one tier (by kind or name) or one space holds."""
+        return self.control.remove(Selection(tier=tier, space=space))
 
-        Afterwards nothing of it hits: writes that were on their way are called off.
+    def pin(self, which: Selection) -> Tally:
+        """Keep what is selected from being evicted, in every tier that holds it and as far as pins have room
+        there; what is pinned now. Pins end with the process that keeps the cache.
         """
-        chosen = [each for each in self.tiers if tier in (None, each.kind, each.name)]
-        if tier is not None and not chosen:
-            raise ValueError(
-                f"this cache has no tier {tier!r}; it has {', '.join(each.name for each in self.tiers)}"
-            )
-        self.joiner.cancel(lambda header: space in (None, header.space))
-        self.demoter.cancel(lambda _, job: job.tier in chosen and space in (None, job.header.space))
-        removed = Removed()
-        for each in chosen:
-            self.finder.adopter.wait(each)
-            if each.shared is not None and each.shared.writable:
-                self.finder.adopter.discover(each, spaces=space is not None)
-            removed += each.clear(space)
-        return self._removed(removed)
+        return self.control.pin(which, True)
 
-    def pin(self, keys: Iterable[bytes]) -> int:
-        """Keep these blocks from being evicted, in every tier that holds them; how many of the keys were
-        found.
-        """
-        return self._set_pin(keys, True)
+    def unpin(self, which: Selection) -> Tally:
+        """Undo `pin`; what was pinned."""
+        return self.control.pin(which, False)
 
-    def unpin(self, keys: Iterable[bytes]) -> int:
-        """Undo `pin`; how many of the keys were found."""
-        return self._set_pin(keys, False)
+    def own(self, space: bytes, tenant: str) -> None:
+        """A space belongs to a tenant, by whose name quotas and times are set."""
+        self.tiers[0].tenants.own(space, tenant)
 
     def flight(self, key: bytes, timeout: float) -> Flight:
         """Lead the computation of block `key`, or wait for the one who does, at most `timeout` seconds."""
@@ -257,7 +254,7 @@ class Cache:
         return Stats(
             counters=self.ledger.counters(),
             failures=self.ledger.failures(),
-            tiers={tier.name: tier.stats() for tier in self.tiers},
+            tiers=self._tier_stats(),
             pending_writes=self.demoter.pending,
             temporary_bytes=self.arena.reserved_bytes + sum(tier.room.reserved for tier in self.tiers),
         )
@@ -272,6 +269,7 @@ class Cache:
         self.demoter.flush(60.0)
         self._closed = True
         self.finder.close()
+        self.prefetcher.close()
         self.demoter.close()
         self.reader.close()
         for tier in self.tiers:
@@ -288,7 +286,7 @@ class Cache:
     ) -> None:
         self.close()
 
-    def _reserve(self, header: BlockHeader) -> Reservation | StoreResult:
+    def _reserve(self, header: BlockHeader, ttl: float | None) -> Reservation | StoreResult:
         if header.codec != "raw":
             raise ValueError(f"blocks are stored raw and encoded by their tiers, got codec {header.codec!r}")
         if self._closed:
@@ -298,6 +296,9 @@ class Cache:
                 self.ledger.count("present_blocks")
                 return StoreResult(True, "present")
             layout = raw_layout(header)
+            memory = self.tiers[0]
+            if not memory.room.within_quota(layout.size, memory.tenants.whose(header)):
+                return self._refused("over quota")
             buffer = self.arena.reserve(
                 header.name, layout.size, WAIT_FOR_ROOM if self.demoter.pending else 0.0
             )
@@ -324,26 +325,38 @@ class Cache:
                 self.arena.abandon(header.name)
                 self.ledger.failure("a block could not be committed", error)
                 return self._refused("failed")
-            return self.admit(header, layout.size)
+            return self.admit(header, layout.size, ttl)
 
         return Reservation(header, tokens, arrays, commit, abandon)
 
-    def admit(self, header: BlockHeader, size: int) -> StoreResult:
+    def admit(self, header: BlockHeader, size: int, ttl: float | None = None) -> StoreResult:
         """Make the raw block in a filled place of the arena visible, and write it to the tiers below."""
+        memory = self.tiers[0]
         whole = header.slice == Slice(0, len(header.layers))
+        below = ttl is None and (not whole or bool(self.tiers[1:]))
         try:
-            slot = self.arena.commit(header, header.name, size, leased=not whole or bool(self.tiers[1:]))
+            if not memory.room.within_quota(size, memory.tenants.whose(header)):
+                self.arena.abandon(header.name)
+                return self._refused("over quota")
+            slot = self.arena.commit(header, header.name, size, leased=below, ttl=ttl)
         except Exception as error:
             self.arena.abandon(header.name)
             self.ledger.failure("a block could not be committed", error)
             return self._refused("failed")
         self.ledger.count("stored_blocks")
         self.ledger.count("stored_bytes", size)
-        if not whole:
+        if below and not whole:
             self.joiner.add(header, slot)
-        elif self.tiers[1:]:
-            self.demoter.submit(header, slot)
+        elif below:
+            self.demoter.submit(header, slot, wait=True)
         return StoreResult(True, "stored")
+
+    def _tier_stats(self) -> dict[str, TierStats]:
+        unreachable = self.gaps.unreachable()
+        return {
+            tier.name: replace(tier.stats(), unreachable=unreachable.get(tier.name, (0, 0)))
+            for tier in self.tiers
+        }
 
     def _refused(self, reason: str) -> StoreResult:
         self.ledger.count("refused_blocks")
@@ -373,21 +386,9 @@ class Cache:
             tokens[kind] = tokens.get(kind, 0) + part.tokens
         return tokens
 
-    def _set_pin(self, keys: Iterable[bytes], pinned: bool) -> int:
-        found = set()
-        wanted = set(keys)
-        for tier in self.tiers:
-            with tier.lock:
-                for key in wanted:
-                    for slot in tier.index.same_key(key):
-                        (tier.index.pin if pinned else tier.index.unpin)(slot)
-                        found.add(key)
-        return len(found)
-
-    def _removed(self, removed: Removed) -> Removed:
-        self.ledger.count("dropped_objects", removed.objects)
-        self.ledger.count("dropped_bytes", removed.bytes)
-        return removed
+    def _cancel(self, tiers: Sequence[Tier], which: Callable[[BlockHeader], bool]) -> None:
+        self.joiner.cancel(which)
+        self.demoter.cancel(tiers, which)
 
     def _lease(self, release: Callable[[], None], seconds: float) -> Lease:
         def end() -> None:

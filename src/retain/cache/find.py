@@ -188,10 +188,10 @@ class Finder:
         ]
 
     def present(self, name: str) -> bool:
-        """Whether the raw block called `name` is kept already, in memory or below, under whatever exact
-        codec.
+        """Whether memory keeps the raw block called `name` already. One that lies below alone was computed
+        anew because loading it was not worth its time: it belongs in memory.
         """
-        return any(tier.equals(name) for tier in self._tiers)
+        return self._tiers[0].equals(name)
 
     def _ask(
         self,

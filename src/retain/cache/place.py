@@ -14,6 +14,9 @@ from retain.stores.memory import MemoryStore
 from .ledger import Ledger
 from .tier import Tier
 
+WRITE_SECONDS = 2.0
+"""How long a place is waited for, at the most, where blocks have to be written below before they may go."""
+
 
 class Arena:
     """Places for raw blocks in the memory tier; evicts to make room. Safe from several threads."""
@@ -83,12 +86,15 @@ class Arena:
     def _allocate(self, name: str, size: int, deadline: float) -> memoryview | None:
         if size > self.tier.capacity:
             return None
+        written_by = time.monotonic() + WRITE_SECONDS
         while True:
             try:
                 return self._store.reserve(name, size)
             except StoreFull:
                 if self.tier.room.evict_one() or self._expire():
                     continue
+                if self.tier.room.kept_back:
+                    deadline = max(deadline, written_by)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None

@@ -252,13 +252,13 @@ class Tally:
     tiers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     missed: tuple[str, ...] = ()
 
-    @classmethod
-    def of(
-        cls, keys: Collection[bytes], tiers: Mapping[str, tuple[int, int]], missed: Sequence[str] = ()
-    ) -> Tally:
-        """The tally of these keys, from the counts of tiers."""
-        objects = sum(count for count, _ in tiers.values())
-        return cls(len(keys), objects, sum(size for _, size in tiers.values()), dict(tiers), tuple(missed))
+
+def tally_of(
+    keys: Collection[bytes], tiers: Mapping[str, tuple[int, int]], missed: Sequence[str] = ()
+) -> Tally:
+    """The tally of these keys, from the objects and bytes of each tier."""
+    objects = sum(count for count, _ in tiers.values())
+    return Tally(len(keys), objects, sum(size for _, size in tiers.values()), dict(tiers), tuple(missed))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .ages import Ages
 from .forms import Form, Forms, contains
 from .gaps import Gaps
 from .ledger import Ledger
-from .results import Removed, TierStats
+from .results import TierStats
 from .room import Room
 from .tenants import UNKNOWN, Spaces, Tenants
 
@@ -61,6 +61,7 @@ class Tier:
         self.capacity = MAX_BYTES if capacity is None else capacity
         self.codec = codec
         self.rules = rules or Rules()
+        self.policy = policy
         self.index = Index(policy)
         self.lock = threading.RLock()
         self.freed = threading.Condition(self.lock)
@@ -294,15 +295,6 @@ class Tier:
         except Exception as error:
             self._ledger.failure(f"an object could not be deleted from {self.name}", error)
             return [False] * len(names)
-
-    def clear(self, space: bytes | None) -> Removed:
-        """Remove every object, or those of one space."""
-        with self.lock:
-            removed = Removed()
-            for slot in self.slots(space):
-                size = self.remove(slot)
-                removed += Removed(1 if size else 0, size)
-            return removed
 
     def unknown(self) -> list[str]:
         """The names of objects of which the space is not known, for their headers have not been read."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,10 +27,11 @@ from retain.cache import (
     Nearest,
     Planner,
     Query,
-    Removed,
     Reservation,
+    Selection,
     Stats,
     StoreResult,
+    Tally,
     TierStats,
 )
 from retain.cache.find import Found, continuation, nearest
@@ -42,10 +43,17 @@ from retain.model import ModelSpec, Slice
 
 from . import exchange, messages, wire
 from . import link as session
+from .controls import selection_wire
 from .exchange import R
 from .link import Link
 
 log = logging.getLogger("retain.daemon")
+
+REMOVE_SECONDS = 300.0
+"""How long an answer about what was removed is waited for: servers may have to list all they have."""
+
+OWNERS = 4096
+"""How many spaces' tenants are remembered as told, so that they are told once."""
 
 RETRY_SECONDS = (0.05, 5.0)
 """The first and the longest pause between attempts to reach a daemon that is gone."""
@@ -130,14 +138,14 @@ class RemoteCache:
         """
         return read_ticket(ticket, spec, part)
 
-    def reserve(self, header: BlockHeader) -> Reservation | None:
+    def reserve(self, header: BlockHeader, *, ttl: float | None = None) -> Reservation | None:
         """See Cache.reserve."""
-        result = self._reserve(header)
+        result = self._reserve(header, ttl)
         return result if isinstance(result, Reservation) else None
 
-    def store(self, block: Block) -> StoreResult:
+    def store(self, block: Block, *, ttl: float | None = None) -> StoreResult:
         """See Cache.store."""
-        place = self._reserve(block.header)
+        place = self._reserve(block.header, ttl)
         if isinstance(place, StoreResult):
             return place
         try:
@@ -168,30 +176,35 @@ class RemoteCache:
             return None
         return nearest(chain, reply.depth, [np.frombuffer(tokens, "<u4") for tokens in reply.tokens])
 
-    def drop(self, keys: Iterable[bytes]) -> Removed:
+    def remove(self, which: Selection) -> Tally:
+        """See Cache.remove; a daemon that is gone is what cannot be reached."""
+        return self._tally(messages.Remove(selection_wire(which)), which)
+
+    def drop(self, keys: Iterable[bytes]) -> Tally:
         """See Cache.drop."""
-        reply = self._try(messages.Drop(b"".join(keys)), messages.Removed, 60.0)
-        return Removed() if reply is None else Removed(reply.objects, reply.bytes)
+        return self.remove(Selection(keys=tuple(keys)))
 
-    def clear(self, *, tier: str | None = None, space: bytes | None = None) -> Removed:
+    def clear(self, *, tier: str | None = None, space: bytes | None = None) -> Tally:
         """See Cache.clear."""
-        link = self._alive()
-        if link is not None and tier is not None and all(tier not in each[:2] for each in link.tiers):
-            raise ValueError(
-                f"this cache has no tier {tier!r}; it has {', '.join(each[0] for each in link.tiers)}"
-            )
-        reply = self._try(messages.Clear(tier, space), messages.Removed, 300.0)
-        return Removed() if reply is None else Removed(reply.objects, reply.bytes)
+        return self.remove(Selection(tier=tier, space=space))
 
-    def pin(self, keys: Iterable[bytes]) -> int:
+    def pin(self, which: Selection) -> Tally:
         """See Cache.pin."""
-        reply = self._try(messages.Pin(b"".join(keys), True), messages.Done)
-        return 0 if reply is None else reply.value
+        return self._tally(messages.Pin(selection_wire(which), True), which)
 
-    def unpin(self, keys: Iterable[bytes]) -> int:
+    def unpin(self, which: Selection) -> Tally:
         """See Cache.unpin."""
-        reply = self._try(messages.Pin(b"".join(keys), False), messages.Done)
-        return 0 if reply is None else reply.value
+        return self._tally(messages.Pin(selection_wire(which), False), which)
+
+    def own(self, space: bytes, tenant: str) -> None:
+        """See Cache.own."""
+        link = self._alive()
+        if link is not None and link.owners.get(space) != tenant:
+            exchange.tell(link, messages.Own(space, tenant))
+            with link.lock:
+                link.owners[space] = tenant
+                while len(link.owners) > OWNERS:
+                    link.owners.popitem(last=False)
 
     def flight(self, key: bytes, timeout: float) -> Flight:
         """See Cache.flight. While the daemon is gone everyone leads."""
@@ -229,7 +242,7 @@ class RemoteCache:
         if state is None:
             return Stats(self._ledger.counters(), own, {})
         tiers = {
-            name: TierStats(kind, objects, size, capacity, leased, pinned, codec)
+            name: TierStats(kind, objects, size, capacity, leased, pinned, codec, **_room(state, name))
             for name, kind, objects, size, capacity, leased, pinned, codec in state.tiers
         }
         return Stats(state.counters, state.failures | own, tiers, state.pending, state.temporary)
@@ -281,7 +294,18 @@ class RemoteCache:
         ]
         return parts[: self.planner.best_prefix(query.spec, blocks, int(query.chain.tokens.size))]
 
-    def _reserve(self, header: BlockHeader) -> Reservation | StoreResult:
+    def _tally(self, request: messages.Request, which: Selection) -> Tally:
+        link = self._alive()
+        tiers = [] if link is None else link.tiers
+        if tiers and which.tier is not None and all(which.tier not in each[:2] for each in tiers):
+            names = ", ".join(each[0] for each in tiers)
+            raise ValueError(f"this cache has no tier {which.tier!r}; it has {names}")
+        reply = self._try(request, messages.Tallied, REMOVE_SECONDS)
+        if reply is None:
+            return Tally(missed=("the daemon is gone or did not answer: what was done is not known",))
+        return Tally(reply.blocks, reply.objects, reply.bytes, reply.tiers, tuple(reply.missed))
+
+    def _reserve(self, header: BlockHeader, ttl: float | None) -> Reservation | StoreResult:
         if header.codec != "raw":
             raise ValueError(f"blocks are stored raw and encoded by their tiers, got codec {header.codec!r}")
         link = self._alive()
@@ -290,7 +314,7 @@ class RemoteCache:
         layout = raw_layout(header)
         name = header.name
         try:
-            place = exchange.ask(link, messages.Reserve(name, layout.size), messages.Place)
+            place = exchange.ask(link, messages.Reserve(name, layout.size, header.space, ttl), messages.Place)
         except wire.WireError as error:
             self._failed("a block could not be placed in the daemon's arena", error)
             return StoreResult(False, "failed")
@@ -363,3 +387,11 @@ class RemoteCache:
     def _failed(self, reason: str, error: object) -> None:
         self._ledger.failure(reason, error)
         self._alive()  # if the daemon is gone, begin to get it back now, not at the next request
+
+
+def _room(state: messages.State, tier: str) -> dict[str, Any]:
+    room = state.rooms.get(tier)
+    if room is None:
+        return {}
+    unreachable = (room.unreachable_objects, room.unreachable_bytes)
+    return {"pinned_bytes": room.pinned_bytes, "tenants": room.tenants, "unreachable": unreachable}

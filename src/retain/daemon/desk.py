@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -17,20 +16,17 @@ from retain.cache.read import Piece, Want, release
 from retain.cache.results import Part
 from retain.errors import InvalidObject
 from retain.header import layers_from_text, split_name
-from retain.identity import KEY_BYTES
 from retain.model import ModelSpec, Slice
 from retain.stores.memory import MemoryStore
 
 from . import messages
+from .controls import LONGEST_WAIT, Controls, split_keys
 
 CHAINS = 64
 """How many chains of keys are remembered for a session, so that a growing prompt sends only what is new."""
 
 LEASE_SECONDS = 60.0
 """How long a lookup that nobody loads keeps its blocks, at the most."""
-
-LONGEST_WAIT = 600.0
-"""No request may wait longer than this, in seconds, whatever it asks for."""
 
 _Handler = Callable[["Session", messages.Request], messages.Reply | None]
 
@@ -58,7 +54,7 @@ class Session:
     chains: OrderedDict[int, tuple[bytes, ...]] = field(default_factory=OrderedDict)
     looked: dict[int, Looked] = field(default_factory=dict)
     loaded: dict[int, list[tuple[Piece, ...]]] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict)
+    places: dict[str, tuple[int, float | None]] = field(default_factory=dict)
     flights: dict[int, Flight] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -102,7 +98,7 @@ class Desk:
         self._store = store
         self._leases = itertools.count(1)
         self._flights = itertools.count(1)
-        self._started = time.monotonic()
+        self._controls = Controls(cache, lambda: len(self.sessions.all()))
 
     def leave(self, session: Session) -> None:
         """End what a session that is gone cannot be using any more: flights, and leases of mere lookups."""
@@ -129,8 +125,13 @@ class Desk:
             for lease in late:
                 self.release(session, lease)
 
+    def state(self) -> messages.State:
+        """What `retain status` shows."""
+        return self._controls.state()
+
     def answer(self, session: Session, request: messages.Request) -> messages.Reply | None:
-        handler: _Handler | None = getattr(self, f"_on_{type(request).__name__.lower()}", None)
+        name = f"on_{type(request).__name__.lower()}"
+        handler: _Handler | None = getattr(self, f"_{name}", None) or getattr(self._controls, name, None)
         try:
             if handler is None:
                 return messages.Refused(f"{type(request).__name__} is not expected here")
@@ -254,6 +255,9 @@ class Desk:
         lease = next(self._leases)
         with session.lock:
             session.loaded[lease] = rows
+        if rows:
+            want = Want(spec, looked.search.fidelity)
+            self.cache.prefetcher.follow(want, looked.search.wanted, parts[: len(rows)])
         return messages.Blocks(lease, placed)
 
     def _where(self, piece: Piece) -> tuple[int, int] | None:
@@ -288,6 +292,10 @@ class Desk:
         if finder.present(request.name):
             self.cache.count("present_blocks")
             return messages.Place(-1, "present")
+        memory = self.cache.tiers[0]
+        if not memory.room.within_quota(request.size, memory.tenants.of(request.space)):
+            self.cache.count("refused_blocks")
+            return messages.Place(-1, "over quota")
         try:
             buffer = arena.reserve(request.name, request.size, 2.0 if self.cache.demoter.pending else 0.0)
         except KeyError:
@@ -300,13 +308,13 @@ class Desk:
             self.cache.count("refused_blocks")
             return messages.Place(-1, reason)
         with session.lock:
-            session.places[request.name] = request.size
+            session.places[request.name] = (request.size, request.ttl)
         return messages.Place(place[0], "")
 
     def _on_commit(self, session: Session, request: messages.Commit) -> messages.Reply:
         with session.lock:
-            size = session.places.pop(request.name, None)
-        if size is None:
+            reserved = session.places.pop(request.name, None)
+        if reserved is None:
             return messages.Kept(False, "failed")
         buffer = self._store.reserved(request.name)
         try:
@@ -319,36 +327,14 @@ class Desk:
             self.cache.arena.abandon(request.name)
             self.cache.failure("a client wrote an object that is not intact", error)
             return messages.Kept(False, "failed")
-        result = self.cache.admit(frame.header, size)
+        result = self.cache.admit(frame.header, *reserved)
         return messages.Kept(result.kept, result.reason)
 
     def _on_abandon(self, session: Session, request: messages.Abandon) -> None:
         with session.lock:
-            size = session.places.pop(request.name, None)
-        if size is not None:
+            reserved = session.places.pop(request.name, None)
+        if reserved is not None:
             self.cache.arena.abandon(request.name)
-
-    def _on_missing(self, session: Session, request: messages.Missing) -> messages.Reply:
-        spec = session.models[request.model]
-        keys = split_keys(request.keys)
-        search = Search(keys, b"", 1, spec, Slice.parse(request.slice), request.fidelity, len(keys))
-        return messages.Indices(self.cache.finder.missing(search))
-
-    def _on_nearest(self, session: Session, request: messages.Nearest) -> messages.Reply:
-        depth, continuations = self.cache.finder.kept_path(split_keys(request.keys), request.root)
-        return messages.Continuations(depth, [tokens.astype("<u4").tobytes() for tokens in continuations])
-
-    def _on_drop(self, session: Session, request: messages.Drop) -> messages.Reply:
-        removed = self.cache.drop(split_keys(request.keys))
-        return messages.Removed(removed.objects, removed.bytes)
-
-    def _on_clear(self, session: Session, request: messages.Clear) -> messages.Reply:
-        removed = self.cache.clear(tier=request.tier, space=request.space)
-        return messages.Removed(removed.objects, removed.bytes)
-
-    def _on_pin(self, session: Session, request: messages.Pin) -> messages.Reply:
-        keys = split_keys(request.keys)
-        return messages.Done(self.cache.pin(keys) if request.pinned else self.cache.unpin(keys))
 
     def _on_fly(self, session: Session, request: messages.Fly) -> messages.Reply:
         flight = self.cache.flight(request.key, min(max(request.timeout, 0.0), LONGEST_WAIT))
@@ -365,54 +351,16 @@ class Desk:
         if flight is not None:
             flight.land()
 
-    def _on_flush(self, session: Session, request: messages.Flush) -> messages.Reply:
-        return messages.Done(int(self.cache.flush(min(max(request.timeout, 0.0), LONGEST_WAIT))))
-
-    def _on_stats(self, session: Session, request: messages.Stats) -> messages.Reply:
-        return self.state()
-
-    def _on_count(self, session: Session, request: messages.Count) -> None:
-        self.cache.count(request.name[:60], request.n)
-
-    def _on_failure(self, session: Session, request: messages.Failure) -> None:
-        self.cache.failure(request.reason[:200], request.detail[:1000])
-
     def _on_bye(self, session: Session, request: messages.Bye) -> None:
         session.orderly = True
 
     def _on_stop(self, session: Session, request: messages.Stop) -> messages.Reply:
         return messages.Done(1)
 
-    def state(self) -> messages.State:
-        """What `retain status` shows."""
-        stats = self.cache.stats()
-        tiers = [
-            (name, t.kind, t.objects, t.bytes, t.capacity, t.leased, t.pinned, t.codec)
-            for name, t in stats.tiers.items()
-        ]
-        return messages.State(
-            dict(stats.counters),
-            dict(stats.failures),
-            tiers,
-            stats.pending_writes,
-            os.getpid(),
-            time.monotonic() - self._started,
-            len(self.sessions.all()),
-            {name: t.health.text for name, t in stats.tiers.items() if t.health is not None},
-            stats.temporary_bytes,
-        )
-
 
 def _lowest(part: Part) -> tuple[int, int]:
     """The lowest tier that a part is read from, and its bytes in all tiers."""
     return max(source.tier for source in part.sources), sum(source.size for source in part.sources)
-
-
-def split_keys(keys: bytes) -> tuple[bytes, ...]:
-    """A concatenation of keys, apart. Raises ValueError."""
-    if len(keys) % KEY_BYTES:
-        raise ValueError(f"{len(keys)} bytes are no list of keys")
-    return tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
 
 
 def spec_from(told: messages.ModelWire) -> ModelSpec:

@@ -46,6 +46,7 @@ class Link:
         self._idle.append(connection)
         self.models: dict[ModelSpec, int] = {}
         self.chains: OrderedDict[bytes, tuple[int, tuple[bytes, ...]]] = OrderedDict()
+        self.owners: OrderedDict[bytes, str] = OrderedDict()
         self.numbers = 0
 
     def call(self, request: messages.Request, timeout: float) -> messages.Reply | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 
 
 class Request(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -149,10 +149,14 @@ class Release(OneWay, frozen=True):
 
 
 class Reserve(Request, frozen=True):
-    """Ask for a place of `size` bytes for the raw object `name`."""
+    """Ask for a place of `size` bytes for the raw object `name` of a space; `ttl` bounds for how many seconds
+    it is kept.
+    """
 
     name: str
     size: int
+    space: bytes = b""
+    ttl: float | None = None
 
 
 class Place(Reply, frozen=True):
@@ -210,31 +214,62 @@ class Continuations(Reply, frozen=True):
     tokens: list[bytes]
 
 
-class Drop(Request, frozen=True):
-    """Remove every object of these keys (32 bytes each)."""
+class PrefixWire(msgspec.Struct, array_like=True, frozen=True):
+    """The first tokens of prompts: keys of full blocks (32 bytes each), the parent of the first, token ids
+    (u32le) behind the last; `beyond`: and what continues them.
+    """
 
     keys: bytes
+    root: bytes
+    rest: bytes
+    beyond: bool
 
 
-class Clear(Request, frozen=True):
-    """Remove everything, or what one tier or space holds."""
+class SelectionWire(msgspec.Struct, array_like=True, frozen=True):
+    """Blocks for which all that is said holds: keys (32 bytes each), a prefix, the digests of a space, a kin
+    or a variant, a tenant's name, seconds since they were stored, the kind or name of a tier.
+    """
 
-    tier: str | None
-    space: bytes | None
+    keys: bytes | None = None
+    prefix: PrefixWire | None = None
+    space: bytes | None = None
+    kin: bytes | None = None
+    variant: bytes | None = None
+    tenant: str | None = None
+    older_than: float | None = None
+    tier: str | None = None
 
 
-class Removed(Reply, frozen=True):
-    """How much was removed."""
+class Remove(Request, frozen=True):
+    """Remove what is selected."""
 
-    objects: int
-    bytes: int
+    which: SelectionWire
 
 
 class Pin(Request, frozen=True):
-    """Pin or unpin blocks by key (32 bytes each)."""
+    """Keep what is selected from being evicted, or no longer."""
 
-    keys: bytes
+    which: SelectionWire
     pinned: bool
+
+
+class Tallied(Reply, frozen=True):
+    """What was removed or pinned: blocks, objects and bytes in all, objects and bytes by tier, and in words
+    what could not be reached.
+    """
+
+    blocks: int
+    objects: int
+    bytes: int
+    tiers: dict[str, tuple[int, int]]
+    missed: list[str]
+
+
+class Own(OneWay, frozen=True):
+    """A space belongs to a tenant."""
+
+    space: bytes
+    tenant: str
 
 
 class Fly(Request, frozen=True):
@@ -272,7 +307,8 @@ class Stats(Request, frozen=True):
 class State(Reply, frozen=True):
     """The cache's state: counters, failures by reason, tiers as (name, kind, objects, bytes, capacity,
     leased, pinned, codec), pending writes, the daemon's process id, uptime in seconds, sessions; of
-    remote tiers whether they are up, and why not; bytes held for objects on their way in.
+    remote tiers whether they are up, and why not; bytes held for objects on their way in; by tier, who has
+    what of its room.
     """
 
     counters: dict[str, int]
@@ -284,6 +320,18 @@ class State(Reply, frozen=True):
     sessions: int
     health: dict[str, str] = {}
     temporary: int = 0
+    rooms: dict[str, RoomWire] = {}
+
+
+class RoomWire(msgspec.Struct, array_like=True, frozen=True):
+    """The room of a tier: pinned bytes, objects and bytes that no prompt can reach, objects and bytes by
+    tenant.
+    """
+
+    pinned_bytes: int
+    unreachable_objects: int
+    unreachable_bytes: int
+    tenants: dict[str, tuple[int, int]]
 
 
 class Count(OneWay, frozen=True):
@@ -309,10 +357,10 @@ class Stop(Request, frozen=True):
 
 
 REQUESTS = (
-    Hello | Model | Lookup | Settle | Load | Release | Reserve | Commit | Abandon | Missing | Nearest | Drop
-    | Clear | Pin | Fly | Land | Flush | Stats | Count | Failure | Bye | Stop
+    Hello | Model | Lookup | Settle | Load | Release | Reserve | Commit | Abandon | Missing | Nearest | Remove
+    | Pin | Own | Fly | Land | Flush | Stats | Count | Failure | Bye | Stop
 )  # fmt: skip
 REPLIES = (
-    Welcome | Refused | Done | Found | Blocks | Place | Kept | Indices | Continuations | Removed | Flying
+    Welcome | Refused | Done | Found | Blocks | Place | Kept | Indices | Continuations | Tallied | Flying
     | State
 )  # fmt: skip
