@@ -131,6 +131,11 @@ class GgufFile:
             found[target] = GgufTensor(stored.shape, stored.quantisation, data, rows, shift)
         return found
 
+    @property
+    def interleaved(self) -> bool:
+        """Whether llama.cpp rotates neighbouring numbers of a head where Hugging Face rotates its halves."""
+        return self._known().interleaved
+
     def _known(self) -> Architecture:
         family = _ARCHITECTURES.get(self.architecture)
         if family is None:

@@ -1,0 +1,41 @@
+"""Joining: many requests for the same missing prefix wait for the first of them, which computes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from retain.cache import BlockCache, Flight, Query
+from retain.identity import Chain
+from retain.model import ModelSpec
+
+FLIGHT_SECONDS = 60.0
+"""How long a request waits for another that computes the same prefix, where nothing predicts how long that
+takes."""
+
+
+def join_flight(
+    cache: BlockCache, spec: ModelSpec, keys: Chain, cancelled: Callable[[], bool]
+) -> Flight | None:
+    """Lead the computation of the first missing block, or wait until whoever leads it has stored it.
+
+    None where nothing is missing, or waiting is not worth it any more. What fails is counted, never raised.
+    """
+    deadline = None
+    try:
+        while not cancelled():
+            missing = cache.missing(Query(keys, spec))
+            if not missing:
+                return None
+            if deadline is None:
+                expected = cache.planner.prefill_seconds(spec, 0, int(keys.tokens.size))
+                deadline = time.monotonic() + (FLIGHT_SECONDS if expected is None else 2 * expected + 1)
+            left = max(0.0, deadline - time.monotonic())
+            flight = cache.flight(keys.keys[missing[0]], min(0.25, left))
+            if flight.leader:
+                return flight
+            if left == 0:
+                return None
+    except Exception as error:
+        cache.failure("a flight could not be joined", f"{type(error).__name__}: {error}")
+    return None
