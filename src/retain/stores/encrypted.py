@@ -14,7 +14,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from retain.errors import ConfigError, ForeignObject, InvalidObject, StoreUnavailable
-from retain.stores.base import Buffer, Health, Shared, Store, StoredObject, as_bytes, check_name, check_offset
+from retain.stores.base import (
+    Buffer,
+    DeletesMany,
+    Health,
+    Shared,
+    Store,
+    StoredObject,
+    as_bytes,
+    check_name,
+    check_offset,
+)
 from retain.stores.sealed import (
     SEGMENT,
     TAG,
@@ -188,6 +198,11 @@ class EncryptedShared(EncryptedStore):
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         found = self._store.sizes(names)
         return [(None if size is None else plain_size(size)) or None for size in found]
+
+    def delete_many(self, names: Sequence[str]) -> list[bool]:
+        if isinstance(self._store, DeletesMany):
+            return self._store.delete_many(names)
+        return [self._store.delete(name) for name in names]
 
     def health(self) -> Health:
         return self._store.health()

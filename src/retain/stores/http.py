@@ -139,6 +139,16 @@ class HttpStore:
         with self._remote.call() as call:
             return self._talk(speak, call)
 
+    def delete_many(self, names: Sequence[str]) -> list[bool]:
+        targets = [self._target(name) for name in names]
+        self._may_write()
+        gone: list[bool] = []
+        with self._remote.call(patient=True) as call:
+            for at in range(0, len(targets), PIPELINED):
+                some = targets[at : at + PIPELINED]
+                gone += self._talk(lambda link, call, some=some: self._deletes(link, call, some), call)  # type: ignore[misc]
+        return gone
+
     def scan(self) -> Iterator[StoredObject]:
         after = ""
         while True:
@@ -250,6 +260,23 @@ class HttpStore:
             if answer.closes and number + 1 < len(targets):
                 raise LinkBroken("the origin closed the connection between requests")
         return found
+
+    def _deletes(self, link: HttpLink, call: Call, targets: Sequence[str]) -> list[bool]:
+        """DELETEs, sent in a row before the first answer is read."""
+        for target in targets:
+            link.put_off("DELETE", target)
+        link.push(call.until)
+        gone = []
+        for number, _ in enumerate(targets):
+            answer = link.answer(call.until)
+            call.begins()
+            link.forget(answer, call.until)
+            if answer.status not in (200, 204, 404, 410):
+                raise self._refused(answer)
+            gone.append(answer.status in (200, 204))
+            if answer.closes and number + 1 < len(targets):
+                raise LinkBroken("the origin closed the connection between requests")
+        return gone
 
     def _ask(self, link: HttpLink, call: Call, names: Sequence[str]) -> list[int | None]:
         body = "\n".join(names).encode()

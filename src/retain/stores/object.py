@@ -131,6 +131,21 @@ class ObjectStore:
         with self._remote.call(patient=True) as call:
             return bool(self._do(remove, call))
 
+    def delete_many(self, names: Sequence[str]) -> list[bool]:
+        """Servers do not tell which of many were there: all count as gone that no error names."""
+        paths = [self._path(name) for name in names]
+
+        async def remove() -> bool:
+            await self._lib.delete_async(self._store, paths)
+            return True
+
+        if not paths:
+            return []
+        with self._remote.call(patient=True) as call:
+            if self._do(remove, call):
+                return [True] * len(paths)
+        return [self.delete(name) for name in names]  # some were not there, and this server minds
+
     def scan(self) -> Iterator[StoredObject]:
         prefix = f"{self._prefix}/" if self._prefix else ""
         with self._remote.call(patient=True):

@@ -120,6 +120,10 @@ class RedisStore:
         key = self._key(name)
         return self._ask([(key, _command(b"UNLINK", key))]) == [1]
 
+    def delete_many(self, names: Sequence[str]) -> list[bool]:
+        keys = [self._key(name) for name in names]
+        return [gone == 1 for gone in self._ask([(key, _command(b"UNLINK", key)) for key in keys])]
+
     def scan(self) -> Iterator[StoredObject]:
         pattern = b"".join(b"\\" + bytes([c]) if c in b"*?[]\\" else bytes([c]) for c in self._prefix) + b"*"
         with self._remote.call(patient=True):

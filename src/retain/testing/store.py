@@ -26,7 +26,7 @@ from hypothesis import settings, stateful
 from hypothesis import strategies as st
 
 from retain.errors import StoreFull, StoreUnavailable
-from retain.stores.base import Buffer, Store, check_name
+from retain.stores.base import Buffer, DeletesMany, Store, check_name
 
 GOOD_NAMES = (
     "a",
@@ -185,6 +185,19 @@ class StoreConformance:
         assert [each.name for each in store.scan()] == ["objects"]
         store.write("object", [b"again"])
         assert read(store, "object") == b"again"
+
+    def test_many_objects_are_deleted_at_a_time(self, store: Store) -> None:
+        if not isinstance(store, DeletesMany):
+            pytest.skip("this store deletes one object at a time")
+        names = [f"object{number}" for number in range(150)]
+        for name in names:
+            store.write(name, [b"data"])
+        assert store.delete_many([]) == []
+        assert store.delete_many(names[:140]) == [True] * 140
+        assert len(store.delete_many(["nothing", names[140]])) == 2
+        assert sorted(each.name for each in store.scan()) == sorted(names[141:])
+        with pytest.raises(ValueError, match="name"):
+            store.delete_many(["../a"])
 
     def test_a_scan_tells_names_sizes_and_times(self, store: Store) -> None:
         started = time.time()
