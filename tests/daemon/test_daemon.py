@@ -27,6 +27,7 @@ from retain.model import Slice
 from tests.blocks import block_at, chain_of, small_spec
 from tests.cache.test_cache import SPEC, fill, read, same
 from tests.daemon.conftest import pids, run_python
+from tests.stores.servers import Proxy, redis_server
 
 
 def wait_for(condition, seconds=10.0):
@@ -528,3 +529,42 @@ def test_a_daemon_that_was_killed_is_no_zombie_of_who_started_it(connect, runtim
         os.kill(cache.state().pid, signal.SIGKILL)
         wait_for(lambda: cache.state() is not None)
     wait_for(lambda: footprint(os.getpid()).zombies == 0)
+
+
+SLOW_START = """
+import sys, time
+import retain.daemon.__main__ as program
+opened = program.open_cache
+program.open_cache = lambda *given, **named: (time.sleep(3), opened(*given, **named))[1]
+sys.exit(program.main(sys.argv[1:]))
+"""
+
+
+def test_a_daemon_that_takes_long_to_open_its_tiers_is_waited_for(runtime, tmp_path, monkeypatch):
+    program = tmp_path / "slow.py"
+    program.write_text(SLOW_START)
+    original = subprocess.Popen
+
+    def popen(arguments, **named):
+        at = arguments.index("-m")
+        return original([*arguments[:at], str(program), *arguments[at + 2 :]], **named)
+
+    monkeypatch.setattr(start.subprocess, "Popen", popen)
+    with start.connect(["memory:1MiB"]) as cache:
+        assert cache.state() is not None
+        cache.stop_daemon()
+
+
+def test_a_store_that_waits_for_room_is_answered_within_its_deadline(connect, tmp_path):
+    spec = small_spec(layers=4, heads=4, dim=16)
+    blocks = [block_at(spec, chain_of(range(1000 * i, 1000 * i + 16))) for i in range(2)]
+    size = -(-sum(len(chunk) for chunk in blocks[0].encode(codec("raw"))) // 4096) * 4096
+    with redis_server(tmp_path / "redis") as server, Proxy(server.port) as proxy:
+        cache = connect(f"memory:{size}", f"redis://127.0.0.1:{proxy.port}?wait=6s")
+        wait_for(lambda: cache.state().health == {"redis": "up"})
+        proxy.silent = True
+        assert cache.store(blocks[0]).kept
+        began = time.monotonic()
+        assert cache.store(blocks[1]).reason == "no room", "the first is still on its way to the server"
+        assert 0.9 < time.monotonic() - began < 1.9
+        assert cache.connected

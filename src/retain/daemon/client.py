@@ -63,18 +63,25 @@ class RemoteCache:
     """A cache kept by a daemon. Safe from several threads; the calls are those of retain.cache.Cache.
 
     `dial` gives a connected socket or raises OSError or WireError; it may start the daemon, and is called
-    from a thread of its own once the daemon is gone, so that no request waits for it.
+    from a thread of its own once the daemon is gone, so that no request waits for it. `patience` is how many
+    seconds a daemon may take to greet a client, when this is made and each time the daemon is back.
     """
 
-    def __init__(self, dial: Callable[[], socket.socket], client: str = "python") -> None:
+    def __init__(
+        self,
+        dial: Callable[[], socket.socket],
+        client: str = "python",
+        patience: float = session.CALL_SECONDS,
+    ) -> None:
         self._dial = dial
         self._client = client
+        self._patience = patience
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._closed = threading.Event()
         self._reviving = False
         self.planner = Planner()
-        self._link: Link | None = Link(dial, client)
+        self._link: Link | None = Link(dial, client, patience)
 
     # the calls of the waist
 
@@ -360,8 +367,8 @@ class RemoteCache:
         pause, longest = RETRY_SECONDS
         while not self._closed.is_set():
             try:
-                link = Link(self._dial, self._client)
-            except (OSError, wire.WireError) as error:
+                link = Link(self._dial, self._client, self._patience)
+            except Exception as error:
                 self._ledger.failure("the daemon cannot be reached", error)
                 time.sleep(pause)
                 pause = min(2 * pause, longest)

@@ -25,6 +25,9 @@ from .controls import LONGEST_WAIT, Controls, split_keys
 CHAINS = 64
 """How many chains of keys are remembered for a session, so that a growing prompt sends only what is new."""
 
+ROOM_SECONDS = 1.0
+"""How long a client that stores waits for room, at the most: well within the deadline of its request."""
+
 LEASE_SECONDS = 60.0
 """How long a lookup that nobody loads keeps its blocks, at the most."""
 
@@ -297,7 +300,9 @@ class Desk:
             self.cache.count("refused_blocks")
             return messages.Place(-1, "over quota")
         try:
-            buffer = arena.reserve(request.name, request.size, 2.0 if self.cache.demoter.pending else 0.0)
+            buffer = arena.reserve(
+                request.name, request.size, ROOM_SECONDS if self.cache.demoter.pending else 0.0
+            )
         except KeyError:
             buffer = None
             reason = "busy"

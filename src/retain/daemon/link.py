@@ -17,11 +17,20 @@ from . import messages, wire
 CALL_SECONDS = 2.0
 """How long an ordinary request may take before the daemon counts as gone."""
 
+LEAST_SECONDS = 0.01
+"""What a request is given to be sent, however late it is."""
+
 
 class Link:
-    """One session with one boot of the daemon: its connections, and the arena mapped."""
+    """One session with one boot of the daemon: its connections, and the arena mapped.
 
-    def __init__(self, dial: Callable[[], socket.socket], client: str) -> None:
+    `patience` is how many seconds the daemon may take to greet: one that has just been started opens its tiers
+    first.
+    """
+
+    def __init__(
+        self, dial: Callable[[], socket.socket], client: str, patience: float = CALL_SECONDS
+    ) -> None:
         self._dial = dial
         self._client = client
         self._idle: list[socket.socket] = []
@@ -29,7 +38,7 @@ class Link:
         self._session = b""
         self.alive = True
         self.boot = b""
-        connection, welcome, fd = self._greet()
+        connection, welcome, fd = self._greet(patience)
         if fd is None:
             connection.close()
             raise wire.WireError("the daemon handed over no arena")
@@ -51,12 +60,14 @@ class Link:
 
     def call(self, request: messages.Request, timeout: float) -> messages.Reply | None:
         """Send a request and wait for its reply; None for a one-way message. Raises WireError."""
-        connection = self._take()
+        until = time.monotonic() + timeout
+        connection = self._take(timeout)
         try:
+            connection.settimeout(max(until - time.monotonic(), LEAST_SECONDS))
             wire.send_request(connection, request)
             reply: messages.Reply | None = None
             if not isinstance(request, messages.OneWay):
-                boot, reply, fd = wire.receive_reply(connection, time.monotonic() + timeout)
+                boot, reply, fd = wire.receive_reply(connection, until)
                 if fd is not None:
                     os.close(fd)
                 if boot != self.boot:
@@ -80,20 +91,21 @@ class Link:
         for connection in idle:
             connection.close()
 
-    def _take(self) -> socket.socket:
+    def _take(self, timeout: float) -> socket.socket:
         with self.lock:
             if not self.alive:
                 raise wire.WireError("the daemon is gone")
             if self._idle:
                 return self._idle.pop()
-        return self._greet()[0]
+        return self._greet(min(timeout, CALL_SECONDS))[0]
 
-    def _greet(self) -> tuple[socket.socket, messages.Welcome, int | None]:
+    def _greet(self, seconds: float) -> tuple[socket.socket, messages.Welcome, int | None]:
         connection = self._dial()
         try:
-            connection.settimeout(CALL_SECONDS)
+            until = time.monotonic() + seconds
+            connection.settimeout(seconds)
             wire.send_request(connection, messages.Hello(messages.VERSION, self._client, self._session))
-            boot, reply, fd = wire.receive_reply(connection, time.monotonic() + CALL_SECONDS)
+            boot, reply, fd = wire.receive_reply(connection, until)
             if isinstance(reply, messages.Refused):
                 raise wire.WireError(reply.reason)
             if not isinstance(reply, messages.Welcome):

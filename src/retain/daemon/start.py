@@ -62,7 +62,7 @@ def connect(
         return _wait_for(path)
 
     try:
-        return RemoteCache(dial, client)
+        return RemoteCache(dial, client, START_SECONDS)
     except (OSError, wire.WireError) as error:
         raise StoreUnavailable(
             f"the daemon at {path} cannot be reached: {error}; see {log_path(path)}"
