@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Protocol
 
 from retain.errors import ConfigError
 from retain.identity import digest
@@ -64,6 +65,33 @@ def decoded_lineage(codec: str, lineage: bytes | None) -> bytes | None:
     quality = quality_of(codec, lineage)
     # Of a lineage that is not known here, what is coded on top differs from the rest of it.
     return digest("retain/lineage", codec, lineage) if quality is None else lineage_of(quality)
+
+
+class Told(Protocol):
+    """What a block's header tells of its fidelity."""
+
+    @property
+    def codec(self) -> str: ...
+
+    @property
+    def fidelity(self) -> str: ...
+
+    @property
+    def lineage(self) -> bytes | None: ...
+
+
+def inherited(headers: Iterable[Told]) -> tuple[str, bytes | None]:
+    """Fidelity and lineage of what is computed on a prefix of these blocks."""
+    held = list(headers)
+    lossy = {quality_of(each.codec, each.lineage) for each in held if each.fidelity == "lossy"}
+    others = {(each.fidelity, each.lineage) for each in held if each.fidelity not in ("exact", "lossy")}
+    if not others and None not in lossy:
+        quality = worst(each for each in lossy if each is not None)
+        return ("exact", None) if quality == "exact" else ("lossy", lineage_of(quality))
+    if len(others) == 1 and not lossy:
+        return others.pop()
+    mixed = sorted({each.lineage or b"" for each in held})
+    return "fused", digest("retain/lineage", mixed)
 
 
 @lru_cache(maxsize=1)

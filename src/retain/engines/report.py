@@ -12,8 +12,8 @@ class Report:
     `reused` is by tier; `found` is what the cache had before the planner shortened it. `computed` counts
     prompt tokens that the model ran, `generated` the tokens it answered. `written` grows while blocks are
     stored in the background and is final once `Engine.settle()` has returned. `lost` is what is kept of an
-    earlier answer behind the point where this prompt renders it differently. `bypass` says why the cache was
-    not asked, if it was not.
+    earlier answer behind the point where this prompt renders it differently. `fidelity` is what
+    the answer's KV inherits from what was reused. `bypass` says why the cache was not asked, if it was not.
     """
 
     prompt_tokens: int = 0
@@ -23,6 +23,7 @@ class Report:
     generated: int = 0
     written: int = 0
     lost: int = 0
+    fidelity: str = "exact"
     bypass: str = ""
     queue_seconds: float = 0.0
     lookup_seconds: float = 0.0

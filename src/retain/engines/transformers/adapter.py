@@ -18,6 +18,7 @@ from retain.cache import BlockCache
 from retain.engines.report import Report
 from retain.engines.wishes import Sampling, Step
 from retain.errors import UnsupportedInput
+from retain.fidelity import checked
 from retain.identity import Chain, Tokens, as_tokens, chain, salt_of, space_of
 from retain.model import ModelSpec
 
@@ -51,14 +52,16 @@ def attach(
     store_generated: bool = True,
     tails: bool = True,
     audit: float = 0.0,
+    fidelity: str = "exact",
     spec: ModelSpec | None = None,
 ) -> Engine:
     """Join a transformers model and a cache. The model itself is not changed.
 
     `tenant` separates what is kept from that of other tenants. `store_generated` False keeps prompts only,
     `tails` False whole blocks only. `audit` is the share of hits that is computed again when idle, and
-    compared. `spec` saves the digest of the weights where it is known. Raises UnsupportedModel, naming what
-    cannot be kept.
+    compared. `fidelity` is the lowest that requests accept which name none themselves (retain.fidelity).
+    `spec` saves the digest of the weights where it is known. Raises UnsupportedModel, naming what cannot be
+    kept.
     """
     if cache is None:
         raise TypeError("attach needs a cache: attach(model, tokenizer, retain.open('memory:4GiB'))")
@@ -66,7 +69,7 @@ def attach(
         raise ValueError(f"audit is a share of hits between 0 and 1, got {audit}")
     host = Host(model, spec)
     requests = Requests(host, cache, store_generated=store_generated, tails=tails, audit=audit)
-    return Engine(host, requests, tokenizer, cache, tenant)
+    return Engine(host, requests, tokenizer, cache, tenant, checked(fidelity))
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +119,19 @@ class Engine:
     came."""
 
     def __init__(
-        self, host: Host, requests: Requests, tokenizer: Any, cache: BlockCache, tenant: str | None
+        self,
+        host: Host,
+        requests: Requests,
+        tokenizer: Any,
+        cache: BlockCache,
+        tenant: str | None,
+        fidelity: str,
     ) -> None:
         self.model = host.model
         self.tokenizer = tokenizer
         self.cache = cache
         self.tenant = tenant
+        self.fidelity = fidelity
         self._host = host
         self._requests = requests
         self._last = threading.local()
@@ -156,6 +166,7 @@ class Engine:
         *,
         salt: str | None = None,
         tenant: str | None = None,
+        fidelity: str | None = None,
         stop: Collection[int] | None = None,
         cancelled: Cancel = None,
         progress: Callable[[float], None] | None = None,
@@ -163,9 +174,9 @@ class Engine:
         """Answer a prompt token by token. The work is done where the result is iterated, as it is iterated.
 
         `stop` are the token ids that end the answer, those of the model's generation config by default.
-        `cancelled`, an event or a function, ends the answer within a layer of the prefill or a step of the
-        decode; what was completed is kept. `progress` is told the share of the prefill that is done. Raises
-        UnsupportedInput.
+        `fidelity` is the lowest that is accepted of what is kept. `cancelled`, an event or a function, ends
+        the answer within a layer of the prefill or a step of the decode; what was completed is kept.
+        `progress` is told the share of the prefill that is done. Raises UnsupportedInput, ConfigError.
         """
         ids = prompt_tokens(np.asarray(tokens, dtype=np.int64))
         report = Report(prompt_tokens=int(ids.size))
@@ -175,6 +186,7 @@ class Engine:
         request = Request(
             tokens=ids,
             salt=self._salt(tenant, salt),
+            fidelity=self._fidelity(fidelity),
             usable=int(ids.size) - 1,
             room=min(chosen.max_tokens, MOST_ROOM),
             watcher=watcher,
@@ -192,6 +204,7 @@ class Engine:
         position_ids: Any = None,
         salt: str | None = None,
         tenant: str | None = None,
+        fidelity: str | None = None,
     ) -> Forward:
         """The model's output for a prompt's last `logits_to_keep` tokens; 0 stands for all, and reuses
         nothing.
@@ -206,7 +219,7 @@ class Engine:
             raise UnsupportedInput(
                 f"logits_to_keep must lie between 0 and the prompt's {count} tokens, got {keep}"
             )
-        request = self._whole_call(ids, count - keep, 0, tenant, salt, began)
+        request = self._whole_call(ids, count - keep, 0, tenant, salt, fidelity, began)
         with self._requests.serve(request) as session:
             output = self._requests.prefill(_running(session), keep)
             _running(session).returned = True
@@ -219,6 +232,7 @@ class Engine:
         input_ids: Any = None,
         salt: str | None = None,
         tenant: str | None = None,
+        fidelity: str | None = None,
         **kwargs: Any,
     ) -> Any:
         """As the model's own `generate`, with kept KV: same arguments, same result; `last_report` tells what
@@ -235,7 +249,7 @@ class Engine:
         ids = prompt_tokens(given, kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None))
         processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
         room = min(kwargs.get("max_new_tokens") or ROOM_TOKENS, MOST_ROOM)
-        request = self._whole_call(ids, int(ids.size) - 1, room, tenant, salt, began)
+        request = self._whole_call(ids, int(ids.size) - 1, room, tenant, salt, fidelity, began)
         with self._requests.serve(request) as served:
             session = _running(served)
             prompt = torch.from_numpy(ids.astype(np.int64))[None].to(self.model.device)
@@ -296,12 +310,23 @@ class Engine:
                 self._requests.record(session, len(tokens))
 
     def _whole_call(
-        self, ids: Tokens, usable: int, room: int, tenant: str | None, salt: str | None, began: float
+        self,
+        ids: Tokens,
+        usable: int,
+        room: int,
+        tenant: str | None,
+        salt: str | None,
+        fidelity: str | None,
+        began: float,
     ) -> Request:
         """A request that is answered in one call, which nobody cancels."""
         report = self._last.report = Report(prompt_tokens=int(ids.size))
         watcher = Watcher(len(self._host.windows), _never)
-        return Request(ids, self._salt(tenant, salt), usable, room, watcher, report, began)
+        lowest = self._fidelity(fidelity)
+        return Request(ids, self._salt(tenant, salt), lowest, usable, room, watcher, report, began)
+
+    def _fidelity(self, asked: str | None) -> str:
+        return self.fidelity if asked is None else checked(asked)
 
     def _salt(self, tenant: str | None, salt: str | None) -> bytes | None:
         return salt_of(self.tenant if tenant is None else tenant, salt)

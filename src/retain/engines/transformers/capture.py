@@ -24,7 +24,8 @@ class Recorder:
     """Stores one request's blocks as they are completed, and at most one tail when it ends.
 
     `tokens` grows with the answer; KV of its first `computed` tokens is in the engine's cache. Blocks before
-    `kept` tokens came from the cache and are not stored again. At most `limit` tokens are stored.
+    `kept` tokens came from the cache and are not stored again. At most `limit` tokens are stored. `inherits`
+    are fidelity and lineage of what is computed behind those.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Recorder:
         kept: int,
         limit: int | None,
         tails: bool,
+        inherits: tuple[str, bytes | None],
     ) -> None:
         self._writer = writer
         self._cache = cache
@@ -47,6 +49,7 @@ class Recorder:
         self._kept = kept
         self._limit = limit
         self._tails = tails
+        self._inherits = inherits
         self._next = kept // chain.block_tokens
         self._parent = chain.parent(self._next)
 
@@ -88,6 +91,8 @@ class Recorder:
             parent=self._parent,
             tokens=ids,
             first=first,
+            fidelity=self._inherits[0],
+            lineage=self._inherits[1],
             producer=PRODUCER,
         )
         if header.count == self._chain.block_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +17,11 @@ from transformers.cache_utils import DynamicCache
 
 from retain.cache import BlockCache, Flight, Query
 from retain.engines.answers import Answers
+from retain.engines.joining import join_flight
 from retain.engines.report import Report
 from retain.engines.writing import Writer
 from retain.errors import UnsupportedInput
+from retain.fidelity import inherited
 from retain.identity import Chain, Tokens, as_tokens, chain, space_of
 
 from .audit import Auditor
@@ -31,20 +33,18 @@ from .session import Reused, Session, Shared, Watcher
 SETTLE_SECONDS = 2.0
 """How long a request waits for an earlier one with the same beginning to be stored."""
 
-FLIGHT_SECONDS = 60.0
-"""How long a request waits for another that computes the same prefix, where nothing predicts how long that
-takes."""
-
 RESTORE_THREADS = 4
 
 
 @dataclass(frozen=True)
 class Request:
     """What is asked of the model: at most `usable` of the prompt's tokens are taken from the cache, `room`
-    are expected to be generated. `began` is on the clock of perf_counter."""
+    are expected to be generated. `fidelity` is the lowest that is accepted. `began` is on the clock of
+    perf_counter."""
 
     tokens: Tokens
     salt: bytes | None
+    fidelity: str
     usable: int
     room: int
     watcher: Watcher
@@ -90,7 +90,11 @@ class Requests:
             request.report.bypass = (
                 f"beyond {host.stable_tokens} tokens the KV of this model depends on the prompt's length"
             )
-        flight = None if request.report.bypass else self._join_flight(keys, request.watcher.cancelled)
+        flight = (
+            None
+            if request.report.bypass
+            else join_flight(self._cache, host.spec, keys, request.watcher.cancelled)
+        )
         try:
             if not host.turns.take(request.watcher.cancelled):
                 yield None
@@ -156,28 +160,6 @@ class Requests:
         spec = self._host.spec
         return chain(space_of(spec.kin, spec.adapter, request.salt), request.tokens)
 
-    def _join_flight(self, keys: Chain, cancelled: Callable[[], bool]) -> Flight | None:
-        """Lead the computation of the first missing block, or wait until whoever leads it has stored it."""
-        spec, planner = self._host.spec, self._cache.planner
-        deadline = None
-        try:
-            while not cancelled():
-                missing = self._cache.missing(Query(keys, spec))
-                if not missing:
-                    return None
-                if deadline is None:
-                    expected = planner.prefill_seconds(spec, 0, int(keys.tokens.size))
-                    deadline = time.monotonic() + (FLIGHT_SECONDS if expected is None else 2 * expected + 1)
-                left = max(0.0, deadline - time.monotonic())
-                flight = self._cache.flight(keys.keys[missing[0]], min(0.25, left))
-                if flight.leader:
-                    return flight
-                if left == 0:
-                    return None
-        except Exception as error:
-            self._cache.failure("a flight could not be joined", f"{type(error).__name__}: {error}")
-        return None
-
     def _open(self, request: Request, keys: Chain, flight: Flight | None) -> Session:
         report = request.report
         cache: DynamicCache | None = None
@@ -199,7 +181,7 @@ class Requests:
             cache=cache,
             start=start,
             reused=reused,
-            recorder=None if report.bypass else self._recorder(request, keys, start),
+            recorder=None if report.bypass else self._recorder(request, keys, reused),
             watcher=request.watcher,
             flight=flight,
             buffers=Shared(lambda: self._take_back(session)),
@@ -210,7 +192,7 @@ class Requests:
             session.recorder.begin(cache)
         return session
 
-    def _recorder(self, request: Request, keys: Chain, start: int) -> Recorder:
+    def _recorder(self, request: Request, keys: Chain, reused: Sequence[Reused]) -> Recorder:
         limits = [self._host.stable_tokens, None if self._store_generated else int(request.tokens.size)]
         limit = min((each for each in limits if each is not None), default=None)
         return Recorder(
@@ -219,16 +201,17 @@ class Requests:
             self._host.geometry,
             keys,
             request.report,
-            kept=start,
+            kept=sum(part.tokens for part in reused),
             limit=limit,
             tails=self._tails,
+            inherits=inherited(reused),
         )
 
     def _load(self, request: Request, keys: Chain) -> tuple[DynamicCache | None, tuple[Reused, ...]]:
         """A cache with the kept prefix in it, and where that came from; None where there is none."""
         host, report = self._host, request.report
         start = time.perf_counter()
-        hit = self._cache.lookup(Query(keys, host.spec, limit=request.usable))
+        hit = self._cache.lookup(Query(keys, host.spec, fidelity=request.fidelity, limit=request.usable))
         report.found = hit.found
         report.lookup_seconds = time.perf_counter() - start
         if not hit.tokens:
@@ -250,9 +233,13 @@ class Requests:
             report.reused = dict(loaded.tokens_by_tier)
             firsts = np.cumsum([0, *loaded.lengths]).tolist()
             reused = tuple(
-                Reused(block.header.key, first, length)
+                Reused(
+                    block.header.key, first, length, block.header.fidelity, block.header.lineage,
+                    block.header.codec,
+                )
                 for block, first, length in zip(loaded.blocks, firsts, loaded.lengths, strict=False)
-            )
+            )  # fmt: skip
+            report.fidelity = inherited(reused)[0]
         report.load_seconds = time.perf_counter() - start - report.lookup_seconds
         return cache, reused
 

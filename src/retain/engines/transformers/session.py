@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from retain.cache import Flight
 from retain.engines.report import Report
+from retain.fidelity import quality_of
 from retain.identity import Chain, Tokens
 
 from .capture import Recorder
@@ -23,11 +24,19 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Reused:
-    """A stretch of a prompt that came from one kept block."""
+    """A stretch of a prompt that came from one kept block, and what its header tells of its fidelity."""
 
     key: bytes
     first: int
     tokens: int
+    fidelity: str = "exact"
+    lineage: bytes | None = None
+    codec: str = "raw"
+
+    @property
+    def quality(self) -> str:
+        """The quality by which it may differ from what the model computes; "" where that cannot be told."""
+        return "exact" if self.fidelity == "exact" else quality_of(self.codec, self.lineage) or ""
 
 
 @dataclass
