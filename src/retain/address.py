@@ -35,7 +35,7 @@ UNITS = {
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,9})?) ?([A-Za-z]{0,4})")
 DURATIONS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m|h|d)")
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _BELOW = ("writes", "admit", "promote")
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "memory": ("pins", "quota", "ttl", "ahead"),
@@ -44,7 +44,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "http": ("capacity", "codec", "keys", *_BELOW, "write", "token", "ca", "wait"),
     "object": ("capacity", "codec", "keys", *_BELOW, "endpoint", "region", "wait"),
 }
-_BY_TENANT = ("quota", "ttl")
+_BYTENANT = ("quota", "ttl")
 _SECRETS = ("keys", "password", "token")
 _SCHEMES = {
     **dict.fromkeys(("redis", "rediss", "redis+unix", "redis+sentinel", "rediss+sentinel"), "redis"),
@@ -170,7 +170,7 @@ def _rules(text: str, options: dict[str, str]) -> Rules:
     """Take the options that are rules out of an address's."""
     quotas: list[tuple[str, int]] = []
     ttls: list[tuple[str, float]] = []
-    for name in [each for each in options if each.partition(".")[0] in _BY_TENANT]:
+    for name in [each for each in options if each.partition(".")[0] in _BYTENANT]:
         kind, _, tenant = name.partition(".")
         value = options.pop(name)
         try:
@@ -256,8 +256,8 @@ def _read_options(text: str, kind: str, query: str) -> dict[str, str]:
     for pair in query.split("&") if query else ():
         name, equals, value = pair.partition("=")
         base, dot, tenant = name.partition(".")
-        by_tenant = bool(dot) and base in _BY_TENANT and base in _OPTIONS[kind]
-        if by_tenant and not _TENANT.fullmatch(tenant):
+        by_tenant = bool(dot) and base in _BYTENANT and base in _OPTIONS[kind]
+        if by_tenant and not TENANT.fullmatch(tenant):
             raise ConfigError(f"the tier {text!r} names the tenant {tenant!r}, which no tenant can be called")
         if name not in _OPTIONS[kind] and not by_tenant:
             known = ", ".join(_OPTIONS[kind]) or "none"

@@ -6,15 +6,26 @@ Nothing is ignored in silence: unknown keys, misspelt variables and wrong types 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from retain.address import TierAddress, parse_tier, suggestion
+from retain.address import (
+    TENANT,
+    Rules,
+    TierAddress,
+    parse_duration,
+    parse_size,
+    parse_tier,
+    suggestion,
+    with_defaults,
+)
 from retain.errors import ConfigError
+
+T = TypeVar("T")
 
 POLICIES = ("reuse-leaf", "lru-leaf", "lru")
 CONFIG_VARIABLE = "RETAIN_CONFIG"
@@ -26,13 +37,17 @@ class Settings:
     """What the command line works with.
 
     `model` is a folder, a GGUF file or `smollm2`; `audit` the share of hits that are recomputed and compared;
-    `data` the folder of traces and texts that benches and tests read.
+    `data` the folder of traces and texts that benches and tests read. `quotas` and `ttls` (NAME=VALUE, or a
+    bare VALUE for every tenant) hold in this host's own tiers that say nothing else in their addresses; they
+    are in `tiers` already.
     """
 
     tiers: tuple[TierAddress, ...] = (
         TierAddress("memory", capacity=1 << 30),
         TierAddress("disk", Path("~/.cache/retain/kv").expanduser(), 10 << 30),
     )
+    quotas: tuple[str, ...] = ()
+    ttls: tuple[str, ...] = ()
     policy: str = "reuse-leaf"
     audit: float = 0.0
     model: str = "smollm2"
@@ -80,7 +95,13 @@ def resolve(
             continue
         flag = _flag_of(name)
         values[name], sources[name] = _read(name, given, flag), f"flag {flag}"
-    return Resolved(Settings(**values), sources)
+    settings = Settings(**values)
+    rules = Rules(
+        quotas=_by_tenant(settings.quotas, parse_size), ttls=_by_tenant(settings.ttls, parse_duration)
+    )
+    return Resolved(
+        replace(settings, tiers=tuple(with_defaults(tier, rules) for tier in settings.tiers)), sources
+    )
 
 
 def variable_of(name: str) -> str:
@@ -89,7 +110,9 @@ def variable_of(name: str) -> str:
 
 
 def _flag_of(name: str) -> str:
-    return {"tiers": "--tier", "api_keys": "--api-key"}.get(name, f"--{name.replace('_', '-')}")
+    return {"tiers": "--tier", "api_keys": "--api-key", "quotas": "--quota", "ttls": "--ttl"}.get(
+        name, f"--{name.replace('_', '-')}"
+    )
 
 
 def _refuse_unknown_variables(variables: Mapping[str, str]) -> None:
@@ -163,7 +186,7 @@ def _read(name: str, value: object, place: str) -> object:
 
 def _from_text(name: str, text: str) -> object:
     """A variable's text as the YAML file would hold the value; lists are separated by commas."""
-    if name in ("tiers", "api_keys"):
+    if name in ("tiers", "api_keys", "quotas", "ttls"):
         return [part.strip() for part in text.split(",") if part.strip()]
     if name in ("audit", "port"):
         try:
@@ -186,6 +209,31 @@ def _texts(value: object, wanted: str) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and item for item in value):
         raise ConfigError(f"{value!r} is not {wanted}")
     return tuple(value)
+
+
+def _by_tenant(texts: Sequence[str], parse: Callable[[str], T]) -> tuple[tuple[str, T], ...]:
+    """NAME=VALUE texts as pairs; a bare VALUE is every other tenant's, under "". Raises ConfigError."""
+    found: dict[str, T] = {}
+    for text in texts:
+        name, equals, value = text.rpartition("=")
+        if equals and not TENANT.fullmatch(name):
+            raise ConfigError(f"{text!r} is not of the form NAME=VALUE, or a bare VALUE for every tenant")
+        if name in found:
+            raise ConfigError(f"{text!r} says for a second time what holds for {name or 'every tenant'}")
+        found[name] = parse(value)
+    return tuple(found.items())
+
+
+def _quotas(value: object) -> tuple[str, ...]:
+    texts = _texts(value, "a list of sizes, as in 5GiB or alice=20GiB")
+    _by_tenant(texts, parse_size)
+    return texts
+
+
+def _ttls(value: object) -> tuple[str, ...]:
+    texts = _texts(value, "a list of times, as in 7d or alice=1h")
+    _by_tenant(texts, parse_duration)
+    return texts
 
 
 def _text(value: object) -> str:
@@ -226,6 +274,8 @@ def _folder(value: object) -> Path:
 
 _FIELDS: dict[str, Callable[[object], object]] = {
     "tiers": _tiers,
+    "quotas": _quotas,
+    "ttls": _ttls,
     "policy": _policy,
     "audit": _share,
     "model": _text,

@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
-from retain.cli.options import Tiers, settings
+from retain.cli.options import Quotas, Tiers, Ttls, settings
 
 
 def daemon(
     context: typer.Context,
     tier: Tiers = None,
+    quota: Quotas = None,
+    ttl: Ttls = None,
     policy: Annotated[
         str | None,
         typer.Option(help="What is evicted first: reuse-leaf, lru-leaf or lru.", show_default=False),
@@ -54,7 +56,7 @@ def daemon(
     from retain.stores.opening import secret
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    chosen = settings(context, tiers=tier, policy=policy)
+    chosen = settings(context, tiers=tier, quotas=quota, ttls=ttl, policy=policy)
     code = run(
         chosen.tiers,
         chosen.policy,

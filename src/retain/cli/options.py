@@ -18,6 +18,24 @@ Tiers = Annotated[
         show_default=False,
     ),
 ]
+Quotas = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--quota",
+        metavar="[NAME=]SIZE",
+        help="The most that a tenant may have in each of this host's tiers; without a name, each tenant.",
+        show_default=False,
+    ),
+]
+Ttls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ttl",
+        metavar="[NAME=]TIME",
+        help="How long blocks are kept, as in 7d; with a name, that tenant's.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[
     Path | None,
