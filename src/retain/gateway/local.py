@@ -1,16 +1,17 @@
-"""The transformers engine as the server sees it: opened by a model's name, its runs in the server's words."""
+"""Engines in this process as the server sees them: opened by a model's name, their runs in the server's
+words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import retain
 from retain.address import TierAddress
 from retain.cache import BlockCache
-from retain.engines import transformers as engines
-from retain.engines.transformers.loading import load
-from retain.errors import UnsupportedModel
+from retain.engines import wishes
+from retain.engines.report import Report as Told
+from retain.errors import ConfigError, UnsupportedModel
 from retain.gateway.engine import Report, Sampling, Step
 from retain.identity import Chain, Tokens
 from retain.model import ModelSpec
@@ -19,32 +20,113 @@ from retain.models import Source
 SETTLE_SECONDS = 1.0
 """How long the end of an answer waits, at the most, to say how many tokens were kept."""
 
+Opened = tuple["LocalEngine", BlockCache]
 
-def open_transformers(
-    model: Source, tiers: Sequence[str | TierAddress], *, policy: str, audit: float, dtype: str
-) -> tuple[LocalEngine, BlockCache]:
-    """Load a model and open the cache that it works on. Raises the RetainErrors of both."""
+
+def open_engine(
+    engine: str,
+    model: Source,
+    tiers: Sequence[str | TierAddress],
+    *,
+    policy: str,
+    audit: float,
+    dtype: str | None,
+) -> Opened:
+    """Load a model in `engine` and open the cache that it works on. `dtype` None is the engine's own choice.
+
+    Raises ConfigError for an engine that is not served in this process, and the RetainErrors of loading.
+    """
+    opener = ENGINES.get(engine)
+    if opener is None:
+        raise ConfigError(f"no engine {engine!r} serves a model here; known are {', '.join(ENGINES)}")
     cache = retain.open(*tiers, policy=policy)
     try:
-        loaded = load(model, dtype)
-        engine = engines.attach(loaded.model, loaded.tokenizer, cache, audit=audit, spec=loaded.spec)
-        return LocalEngine(engine), cache
+        return opener(model, cache, audit, dtype), cache
     except BaseException:
         cache.close()
         raise
 
 
+def _transformers(model: Source, cache: BlockCache, audit: float, dtype: str | None) -> LocalEngine:
+    from retain.engines import transformers
+    from retain.engines.transformers.loading import load
+
+    loaded = load(model, dtype or "float32")
+    engine = transformers.attach(loaded.model, loaded.tokenizer, cache, audit=audit, spec=loaded.spec)
+    config = engine.model.config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
+    if not isinstance(context, int):
+        raise UnsupportedModel(
+            "the model's config does not say how long its context is (max_position_embeddings)"
+        )
+    return LocalEngine(engine, context)
+
+
+def _llamacpp(model: Source, cache: BlockCache, audit: float, dtype: str | None) -> LocalEngine:
+    from retain.engines import llamacpp
+    from retain.engines.transformers.loading import load_tokenizer
+
+    if audit:
+        raise ConfigError("the llama.cpp engine has no audit; serve with audit 0, or with transformers")
+    settings = llamacpp.Settings(dtype=dtype or "float16")
+    engine = llamacpp.attach(model, cache, settings, tokenizer=load_tokenizer(model))
+    return LocalEngine(engine, engine.context)
+
+
+ENGINES: Mapping[str, Callable[[Source, BlockCache, float, str | None], LocalEngine]] = {
+    "transformers": _transformers,
+    "llamacpp": _llamacpp,
+}
+
+
+class Generation(Protocol):
+    """An answer of an engine as it is made."""
+
+    @property
+    def report(self) -> Told: ...
+
+    def __iter__(self) -> Iterator[wishes.Step]: ...
+
+    def close(self) -> None: ...
+
+
+class InProcess(Protocol):
+    """What the engines of this process have in common."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def cache(self) -> BlockCache: ...
+
+    def chain(
+        self, tokens: Sequence[int] | Tokens, *, tenant: str | None = None, salt: str | None = None
+    ) -> Chain: ...
+
+    def stream(
+        self,
+        tokens: Sequence[int] | Tokens,
+        sampling: wishes.Sampling | None = None,
+        *,
+        salt: str | None = None,
+        tenant: str | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> Generation: ...
+
+    def settle(self, timeout: float = 30.0) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class LocalEngine:
     """Serves retain.gateway.engine.Engine with a model in this process."""
 
-    def __init__(self, engine: engines.Engine) -> None:
+    def __init__(self, engine: InProcess, context: int) -> None:
         self._engine = engine
-        config = engine.model.config.get_text_config(decoder=True)
-        context = getattr(config, "max_position_embeddings", None)
-        if not isinstance(context, int):
-            raise UnsupportedModel(
-                "the model's config does not say how long its context is (max_position_embeddings)"
-            )
         self.context = context
 
     @property
@@ -68,7 +150,7 @@ class LocalEngine:
         cancelled: Callable[[], bool],
         progress: Callable[[float], None],
     ) -> LocalRun:
-        chosen = engines.Sampling(
+        chosen = wishes.Sampling(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -90,7 +172,7 @@ class LocalEngine:
 class LocalRun:
     """One generation of the engine."""
 
-    def __init__(self, engine: engines.Engine, generation: engines.Generation) -> None:
+    def __init__(self, engine: InProcess, generation: Generation) -> None:
         self._engine = engine
         self._generation = generation
 
@@ -116,7 +198,7 @@ class LocalRun:
         # What was computed is copied to the cache behind the answer; the report counts it when it is there.
         self._engine.settle(SETTLE_SECONDS)
 
-    def _saved_seconds(self, told: engines.Report) -> float | None:
+    def _saved_seconds(self, told: Told) -> float | None:
         if not told.reused_tokens:
             return 0.0
         computing = self._engine.cache.planner.prefill_seconds(self._engine.spec, 0, told.reused_tokens)

@@ -46,7 +46,8 @@ def run_server(
     policy: str = "reuse-leaf",
     daemon: bool = False,
     audit: float = 0.0,
-    dtype: str = "float32",
+    engine: str = "transformers",
+    dtype: str | None = None,
     max_queue: int = 64,
     grace: float = 30.0,
     allow_open: bool = False,
@@ -55,7 +56,8 @@ def run_server(
     """Load `model` (a directory, a GGUF file, or `smollm2`), serve it until SIGTERM or SIGINT, return the
     exit code.
 
-    With `daemon` the node's daemon keeps the cache, started if need be; else this process does. `api_keys`
+    `engine` is transformers or llamacpp, `dtype` that of its KV, by default float32 and float16. With
+    `daemon` the node's daemon keeps the cache, started if need be; else this process does. `api_keys`
     are texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the model's name
     in the API, by default that of its directory or file. `grace` is how many seconds running requests have to
     finish when the server is stopped. Raises ConfigError and the errors of loading the model.
@@ -66,10 +68,10 @@ def run_server(
     write_log(log_level)
 
     def open_model() -> Opened:
-        from retain.gateway.local import open_transformers
+        from retain.gateway.local import open_engine
 
-        return open_transformers(
-            source, (DAEMON, *tiers) if daemon else tiers, policy=policy, audit=audit, dtype=dtype
+        return open_engine(
+            engine, source, (DAEMON, *tiers) if daemon else tiers, policy=policy, audit=audit, dtype=dtype
         )
 
     name = served_name or (model.lower() if model.lower() in PACKAGED else source.name)
@@ -101,7 +103,7 @@ def serve(
     grace: float = 30.0,
 ) -> int:
     """Serve until SIGTERM or SIGINT: open the port, then the model; at the end flush the cache."""
-    listener = _listen(host, port)
+    listener = listen(host, port)
     loading = _Loading(service, open_model)
 
     @asynccontextmanager
@@ -126,7 +128,7 @@ def serve(
     log.info("listening on http://%s:%d, loading %s", where, listener.getsockname()[1], service.name)
     # uvicorn raises the signal again when it has ended well; it must not end the process before the cache is
     # flushed.
-    quiet = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
+    quiet = {number: signal.signal(number, ignore) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[listener])
     finally:
@@ -237,7 +239,7 @@ def write_log(level: str) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -258,5 +260,5 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
+def ignore(number: int, frame: FrameType | None) -> None:
     """The server has seen the signal already."""

@@ -119,8 +119,17 @@ def prepared(source: Source | str, *, cache: Path | None = None) -> Path:
 
 
 def load_tokenizer(source: Source | str, *, cache: Path | None = None) -> Any:
-    """The tokenizer alone; a GGUF file is converted if it was not before."""
-    directory = prepared(source, cache=cache)
+    """The tokenizer alone; that of a GGUF file is converted if it was not before, its weights are not."""
+    found = find(source) if isinstance(source, str) else source
+    directory = found.path
+    if found.kind == "gguf":
+        place = cache or cache_directory()
+        name = _converted_name(found, DigestCache(place / "digests.json"))
+        directory = place / "models" / name
+        if not _is_converted(directory):
+            directory = place / "tokenizers" / name
+            if not (directory / "tokenizer.json").is_file():
+                _make_whole(directory, lambda made: _write_tokenizer(GgufFile(found.path), made))
     with _quiet():
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
@@ -131,19 +140,39 @@ def converted(source: Source, cache: Path, known: DigestCache, progress: Callabl
     Its name is the digest of the file's content, so a changed file is converted anew. It appears whole or not
     at all.
     """
-    content = content_of(source.path, known)
-    directory = cache / "models" / f"{source.name}-{content[:12].hex()}-{_CONVERSION}"
-    if (directory / "model.safetensors").is_file() and (directory / "tokenizer.json").is_file():
+    directory = cache / "models" / _converted_name(source, known)
+    if _is_converted(directory):
         return directory
     started = time.perf_counter()
     progress(f"converting {source.path.name} once for transformers ...")
     gguf = GgufFile(source.path)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as temporary:
-        made = Path(temporary) / "model"
-        made.mkdir()
+
+    def write(made: Path) -> None:
         _write_model(gguf, made)
         _write_tokenizer(gguf, made)
+
+    _make_whole(directory, write)
+    progress(
+        f"converted {source.path.name} in {time.perf_counter() - started:.1f} s; it is kept in {directory}"
+    )
+    return directory
+
+
+def _converted_name(source: Source, known: DigestCache) -> str:
+    return f"{source.name}-{content_of(source.path, known)[:12].hex()}-{_CONVERSION}"
+
+
+def _is_converted(directory: Path) -> bool:
+    return (directory / "model.safetensors").is_file() and (directory / "tokenizer.json").is_file()
+
+
+def _make_whole(directory: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` fill a folder, which then appears as `directory`."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as temporary:
+        made = Path(temporary) / "made"
+        made.mkdir()
+        write(made)
         if directory.exists():
             shutil.rmtree(directory)
         try:
@@ -151,10 +180,6 @@ def converted(source: Source, cache: Path, known: DigestCache, progress: Callabl
         except OSError:  # another process was as quick, and made the same
             if not directory.is_dir():
                 raise
-    progress(
-        f"converted {source.path.name} in {time.perf_counter() - started:.1f} s; it is kept in {directory}"
-    )
-    return directory
 
 
 def _write_model(gguf: GgufFile, directory: Path) -> None:
