@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from retain.address import TierAddress
-from retain.cli.options import Tiers, settings
+from retain.cli.options import Quotas, Tiers, Ttls, settings
 from retain.errors import MissingDependency
 
 NOTHING = TierAddress("memory", capacity=0)
@@ -26,6 +26,8 @@ def serve(
         ),
     ] = None,
     tier: Tiers = None,
+    quota: Quotas = None,
+    ttl: Ttls = None,
     no_daemon: Annotated[
         bool, typer.Option("--no-daemon", help="Keep the KV in this process, not in the node's daemon.")
     ] = False,
@@ -50,6 +52,9 @@ def serve(
         float | None, typer.Option(help="Share of hits that are recomputed and compared.", show_default=False)
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name to clients.", show_default=False)] = None,
+    engine: Annotated[
+        str, typer.Option(help="transformers, or llamacpp for a GGUF file: faster on a CPU.")
+    ] = "transformers",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model through the OpenAI API, keeping and reusing its KV."""
@@ -57,6 +62,8 @@ def serve(
         context,
         model=model,
         tiers=tier,
+        quotas=quota,
+        ttls=ttl,
         host=host,
         port=port,
         api_keys=api_key,
@@ -78,6 +85,7 @@ def serve(
         api_key_file=api_key_file,
         allow_open=allow_open,
         served_name=name,
+        engine=engine,
         policy=chosen.policy,
         daemon=not (no_daemon or no_cache),
         audit=chosen.audit,
