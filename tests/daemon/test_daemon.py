@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -568,3 +569,38 @@ def test_a_store_that_waits_for_room_is_answered_within_its_deadline(connect, tm
         assert cache.store(blocks[1]).reason == "no room", "the first is still on its way to the server"
         assert 0.9 < time.monotonic() - began < 1.9
         assert cache.connected
+
+
+def test_what_a_client_used_over_a_link_that_broke_is_free_once_it_lets_go(connect, runtime, monkeypatch):
+    monkeypatch.setattr("retain.daemon.link.CALL_SECONDS", 0.3)
+    cache, chain = connect(), chain_of(range(64))
+    blocks = fill(cache, chain)
+    loaded = cache.load(cache.lookup(Query(chain, SPEC)))
+    place = cache.reserve(block_at(SPEC, chain_of(range(900, 916))).header)
+    (pid,) = pids(runtime)
+    os.kill(pid, signal.SIGSTOP)
+    assert cache.lookup(Query(chain, SPEC)).tokens == 0
+    assert not cache.connected
+    os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: cache.connected)
+    time.sleep(1.5)
+    assert leased(cache) == 4, "it may still be copying"
+    assert cache.stats().temporary_bytes > 0
+    assert same([dict(b.arrays) for b in loaded.blocks], blocks)
+    loaded.close()
+    place.abandon()
+    wait_for(lambda: leased(cache) == 0 and cache.stats().temporary_bytes == 0)
+
+
+def test_a_daemon_out_of_descriptors_lets_clients_in_once_it_has_some(connect, runtime):
+    cache = connect()
+    pid = cache.state().pid
+    few = len(os.listdir(f"/proc/{pid}/fd")) + 2
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    dialled = [dial(runtime) for _ in range(6)]
+    wait_for(lambda: "a client could not be let in" in cache.stats().failures)
+    for each in dialled:
+        each.close()
+    with connect() as other:
+        assert read(other, chain_of(range(16)))[0] == 0
+    assert cache.state().pid == pid

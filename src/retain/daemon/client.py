@@ -11,7 +11,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -81,7 +82,8 @@ class RemoteCache:
         self._closed = threading.Event()
         self._reviving = False
         self.planner = Planner()
-        self._link: Link | None = Link(dial, client, patience)
+        self._unused: deque[tuple[bytes, bytes]] = deque()
+        self._link: Link | None = self._connected()
 
     # the calls of the waist
 
@@ -203,6 +205,10 @@ class RemoteCache:
         """See Cache.unpin."""
         return self._tally(messages.Pin(selection_wire(which), False), which)
 
+    def warm(self, keys: Sequence[bytes]) -> Tally:
+        """See Cache.warm."""
+        return self._tally(messages.Warm(b"".join(keys)), Selection())
+
     def own(self, space: bytes, tenant: str) -> None:
         """See Cache.own."""
         link = self._alive()
@@ -321,7 +327,7 @@ class RemoteCache:
         layout = raw_layout(header)
         name = header.name
         try:
-            place = exchange.ask(link, messages.Reserve(name, layout.size, header.space, ttl), messages.Place)
+            place = exchange.place(link, messages.Reserve(name, layout.size, header.space, ttl))
         except wire.WireError as error:
             self._failed("a block could not be placed in the daemon's arena", error)
             return StoreResult(False, "failed")
@@ -334,6 +340,7 @@ class RemoteCache:
         def abandon() -> None:
             if state.pop("open", False):
                 exchange.tell(link, messages.Abandon(name))
+                link.let_go()
 
         def commit() -> StoreResult:
             if not state.pop("open", False):
@@ -344,6 +351,8 @@ class RemoteCache:
             except wire.WireError as error:
                 self._failed("a block could not be committed to the daemon", error)
                 return StoreResult(False, "failed")
+            finally:
+                link.let_go()
             return StoreResult(kept.kept, kept.reason)
 
         return Reservation(header, tokens, arrays, commit, abandon)
@@ -367,7 +376,7 @@ class RemoteCache:
         pause, longest = RETRY_SECONDS
         while not self._closed.is_set():
             try:
-                link = Link(self._dial, self._client, self._patience)
+                link = self._connected()
             except Exception as error:
                 self._ledger.failure("the daemon cannot be reached", error)
                 time.sleep(pause)
@@ -379,7 +388,33 @@ class RemoteCache:
             if unused is not None:
                 unused.close()
             log.info("the daemon is back, boot %s", link.boot.hex())
+            self._tell_unused()
             return
+
+    def _connected(self) -> Link:
+        link = Link(self._dial, self._client, self._patience)
+        link.when_unused = self._is_unused
+        return link
+
+    def _is_unused(self, link: Link) -> None:
+        self._unused.append((link.boot, link.session))
+        self._tell_unused()
+
+    def _tell_unused(self) -> None:
+        """Tell the daemon of links to it that broke, and over which nothing is in use any more: it keeps what
+        they had in use until then.
+        """
+        link = self._link
+        while link is not None and link.alive:
+            try:
+                boot, broken = self._unused.popleft()
+            except IndexError:
+                return
+            if boot == link.boot:
+                try:
+                    link.call(messages.Unused(broken), session.CALL_SECONDS)
+                except wire.WireError:
+                    self._unused.append((boot, broken))
 
     def _try(self, request: messages.Request, kind: type[R], timeout: float | None = None) -> R | None:
         link = self._alive()

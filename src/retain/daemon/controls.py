@@ -46,6 +46,9 @@ class Controls:
         which = selection_from(request.which)
         return tallied(self.cache.pin(which) if request.pinned else self.cache.unpin(which))
 
+    def on_warm(self, session: Session, request: messages.Warm) -> messages.Reply:
+        return tallied(self.cache.warm(split_keys(request.keys)))
+
     def on_own(self, session: Session, request: messages.Own) -> None:
         self.cache.own(request.space, request.tenant[:64])
 

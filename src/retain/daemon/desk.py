@@ -87,6 +87,10 @@ class Sessions:
             self._open.pop(session.token, None)
             return True
 
+    def find(self, token: bytes) -> Session | None:
+        with self._lock:
+            return self._open.get(token)
+
     def all(self) -> list[Session]:
         with self._lock:
             return list(self._open.values())
@@ -355,6 +359,11 @@ class Desk:
             flight = session.flights.pop(request.number, None)
         if flight is not None:
             flight.land()
+
+    def _on_unused(self, session: Session, request: messages.Unused) -> None:
+        other = self.sessions.find(request.session)
+        if other is not None and other.pid == session.pid:
+            other.orderly = True
 
     def _on_bye(self, session: Session, request: messages.Bye) -> None:
         session.orderly = True

@@ -118,13 +118,21 @@ def load_blocks(link: Link, hit: Hit, timeout: float) -> tuple[list[Block], tupl
     """A hit's blocks as views of the mapped arena, with their lease. Raises WireError or InvalidObject."""
     model = model_number(link, hit.query.spec)
     owned = int(hit.query.chain.tokens.size) > 0  # a claimed hit's lease is its looker's
-    reply = link.call(messages.Load(hit.handle, model, timeout, owned), timeout + session.CALL_SECONDS)
-    if owned:
-        hit.lease.forget()
-    if not isinstance(reply, messages.Blocks):
-        raise wire.WireError(_reason(reply))
+    link.hold()
+    try:
+        reply = link.call(messages.Load(hit.handle, model, timeout, owned), timeout + session.CALL_SECONDS)
+        if owned:
+            hit.lease.forget()
+        if not isinstance(reply, messages.Blocks):
+            raise wire.WireError(_reason(reply))
+    except BaseException:
+        link.let_go()
+        raise
+    lease = Lease(lambda: _give_back(link, messages.Release(reply.lease)))
+    if not reply.blocks:
+        lease.release()
+        return [], ()
     want = Want(hit.query.spec, hit.query.fidelity)
-    lease = Lease(lambda: tell(link, messages.Release(reply.lease)))
     blocks: list[Block] = []
     bases: list[object] = []
     try:
@@ -142,6 +150,24 @@ def load_blocks(link: Link, hit: Hit, timeout: float) -> tuple[list[Block], tupl
         raise
     _end_with_last(bases, lease)
     return blocks, (lease,)
+
+
+def _give_back(link: Link, message: messages.OneWay) -> None:
+    tell(link, message)
+    link.let_go()
+
+
+def place(link: Link, request: messages.Reserve) -> messages.Place:
+    """A place in the arena, held over the link until the client lets go. Raises WireError."""
+    link.hold()
+    try:
+        found = ask(link, request, messages.Place)
+    except BaseException:
+        link.let_go()
+        raise
+    if found.offset < 0:
+        link.let_go()
+    return found
 
 
 def candidate_of(told: messages.Candidate, query: Query) -> Candidate:
@@ -171,7 +197,7 @@ def _reason(reply: messages.Reply | None) -> str:
 def _end_with_last(bases: Sequence[object], lease: Lease) -> None:
     """Have the lease end when the last of the arrays is gone, if nobody ends it before."""
     left = len(bases)
-    lock = threading.Lock()
+    lock = threading.RLock()  # garbage may be collected, and a base with it, while this thread holds it
 
     def gone() -> None:
         nonlocal left

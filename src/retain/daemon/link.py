@@ -24,8 +24,8 @@ LEAST_SECONDS = 0.01
 class Link:
     """One session with one boot of the daemon: its connections, and the arena mapped.
 
-    `patience` is how many seconds the daemon may take to greet: one that has just been started opens its tiers
-    first.
+    `patience` is how many seconds the daemon may take to greet: one that has just been started opens its
+    tiers first.
     """
 
     def __init__(
@@ -34,15 +34,19 @@ class Link:
         self._dial = dial
         self._client = client
         self._idle: list[socket.socket] = []
-        self.lock = threading.Lock()
-        self._session = b""
+        self.lock = threading.RLock()  # leases may end while this thread holds it: when garbage is collected
+        self.session = b""
+        self.when_unused: Callable[[Link], None] = lambda link: None
+        """Called once nothing of the arena is in use any more over a link that has broken."""
+
+        self._in_use = 0
         self.alive = True
         self.boot = b""
         connection, welcome, fd = self._greet(patience)
         if fd is None:
             connection.close()
             raise wire.WireError("the daemon handed over no arena")
-        self._session = welcome.session
+        self.session = welcome.session
         self.tiers = welcome.tiers
         try:
             self.readable = memoryview(mmap.mmap(fd, welcome.span, prot=mmap.PROT_READ))
@@ -83,13 +87,31 @@ class Link:
         connection.close()
         return reply
 
+    def hold(self) -> None:
+        """Something of the arena is about to be used, until `let_go`. Raises WireError over a broken link."""
+        with self.lock:
+            if not self.alive:
+                raise wire.WireError("the daemon is gone")
+            self._in_use += 1
+
+    def let_go(self) -> None:
+        """What was held is used no more."""
+        with self.lock:
+            self._in_use -= 1
+            unused = not self.alive and not self._in_use
+        if unused:
+            self.when_unused(self)
+
     def close(self) -> None:
         """Give the session up. Blocks that are in use stay readable: the mapping lives as long as they do."""
         with self.lock:
+            unused = self.alive and not self._in_use
             self.alive = False
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+        if unused:
+            self.when_unused(self)
 
     def _take(self, timeout: float) -> socket.socket:
         with self.lock:
@@ -104,7 +126,7 @@ class Link:
         try:
             until = time.monotonic() + seconds
             connection.settimeout(seconds)
-            wire.send_request(connection, messages.Hello(messages.VERSION, self._client, self._session))
+            wire.send_request(connection, messages.Hello(messages.VERSION, self._client, self.session))
             boot, reply, fd = wire.receive_reply(connection, until)
             if isinstance(reply, messages.Refused):
                 raise wire.WireError(reply.reason)

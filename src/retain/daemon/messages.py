@@ -253,6 +253,12 @@ class Pin(Request, frozen=True):
     pinned: bool
 
 
+class Warm(Request, frozen=True):
+    """Bring the blocks of these keys (32 bytes each) up into memory."""
+
+    keys: bytes
+
+
 class Tallied(Reply, frozen=True):
     """What was removed or pinned: blocks, objects and bytes in all, objects and bytes by tier, and in words
     what could not be reached.
@@ -352,13 +358,20 @@ class Bye(OneWay, frozen=True):
     """The session closes in order: nothing of the arena is in use by it any more."""
 
 
+class Unused(OneWay, frozen=True):
+    """An earlier session of this process, which broke off, uses nothing of the arena any more."""
+
+    session: bytes
+
+
 class Stop(Request, frozen=True):
     """End the daemon."""
 
 
 REQUESTS = (
     Hello | Model | Lookup | Settle | Load | Release | Reserve | Commit | Abandon | Missing | Nearest | Remove
-    | Pin | Own | Fly | Land | Flush | Stats | Count | Failure | Bye | Stop
+    | Pin | Warm | Own | Fly | Land | Flush | Stats | Count | Failure | Bye | Unused
+    | Stop
 )  # fmt: skip
 REPLIES = (
     Welcome | Refused | Done | Found | Blocks | Place | Kept | Indices | Continuations | Tallied | Flying

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from retain.cache import Cache
@@ -28,6 +29,10 @@ log = logging.getLogger("retain.daemon")
 
 SWEEP_SECONDS = 1.0
 """How often quarantined clients and the idle time are looked at, while there is anything to look at."""
+
+
+BREATH_SECONDS = 0.1
+"""How long nobody is let in after letting a client in has failed."""
 
 
 class Server:
@@ -56,8 +61,12 @@ class Server:
         while not self._stop.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                break
+            except OSError as error:
+                if self._stop.is_set():
+                    break
+                self.cache.failure("a client could not be let in", error)
+                self._stop.wait(BREATH_SECONDS)  # out of descriptors, it may be: they will be back
+                continue
             threading.Thread(
                 target=self._serve, args=(connection,), name="retain-client", daemon=True
             ).start()
@@ -88,6 +97,8 @@ class Server:
                         wire.send_reply(connection, self.boot, reply)
                     if isinstance(request, messages.Stop):
                         self.stop()
+                    if isinstance(request, messages.Unused):
+                        self._end_quarantine(request.session, session.pid)
         except wire.WireError as error:
             log.info("a connection ended: %s", error)
         except Exception:
@@ -131,40 +142,45 @@ class Server:
         return session
 
     def _leave(self, session: Session) -> None:
-        if not self.desk.sessions.leave(session):
-            return
+        pidfd = _pidfd(session.pid)
+        with self._lock:
+            if not self.desk.sessions.leave(session):
+                _close(pidfd)
+                return
+            in_use = bool(session.loaded or session.places) and not session.orderly
+            if in_use and pidfd is not None:
+                self._quarantine.append((pidfd, session))
         self._last_used = time.monotonic()
         self.desk.leave(session)
-        in_use = bool(session.loaded or session.places)
-        if in_use and not session.orderly:
-            pidfd = _pidfd(session.pid)
-            if pidfd is not None:
-                log.info(
-                    "client %s left without a word: what it had in use waits for process %d to end",
-                    session.client,
-                    session.pid,
-                )
-                with self._lock:
-                    self._quarantine.append((pidfd, session))
-                return
+        if in_use and pidfd is not None:
+            log.info(
+                "client %s left without a word: what it had in use waits for process %d to end or to let go",
+                session.client,
+                session.pid,
+            )
+            return
+        _close(pidfd)
         self.desk.settle_up(session)
+
+    def _end_quarantine(self, token: bytes, pid: int) -> None:
+        """The process of a session that broke off has said that nothing of it is in use any more."""
+        self._let_out(lambda pidfd, session: session.token == token and session.pid == pid)
+
+    def _let_out(self, which: Callable[[int, Session], bool]) -> None:
+        with self._lock:
+            out = [each for each in self._quarantine if which(*each)]
+            self._quarantine = [each for each in self._quarantine if each not in out]
+        for pidfd, session in out:
+            os.close(pidfd)
+            self.desk.settle_up(session)
 
     def _sweep(self) -> None:
         while not self._stop.wait(
             SWEEP_SECONDS if self._quarantine or self._idle_seconds else 10 * SWEEP_SECONDS
         ):
-            with self._lock:
-                waiting, self._quarantine = self._quarantine, []
-            still: list[tuple[int, Session]] = []
-            for pidfd, session in waiting:
-                if select.select([pidfd], [], [], 0)[0]:
-                    os.close(pidfd)
-                    self.desk.settle_up(session)
-                else:
-                    still.append((pidfd, session))
+            self._let_out(lambda pidfd, session: _ended(pidfd))
             self.desk.expire()
             with self._lock:
-                self._quarantine.extend(still)
                 idle = not self.desk.sessions.all() and not self._quarantine
             if (
                 idle
@@ -177,6 +193,17 @@ class Server:
                     self._idle_seconds,
                 )
                 self.stop()
+
+
+def _ended(pidfd: int) -> bool:
+    poll = select.poll()  # select itself takes no descriptor over 1,023
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _pidfd(pid: int) -> int | None:
