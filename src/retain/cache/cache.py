@@ -48,6 +48,7 @@ from .results import (
 )
 from .select import Selection
 from .tier import Tier
+from .warm import Warmer
 
 LEASE_SECONDS = 60.0
 """How long a hit that nobody loads keeps its blocks, at the most."""
@@ -77,6 +78,7 @@ class Cache:
         self.reader.promoted = self.demoter.promoted
         self.prefetcher = Prefetcher(self.tiers, self.reader, ledger, self.tiers[0].rules.ahead)
         self.control = Control(self.tiers, self.finder.adopter, ledger, self._cancel)
+        self.warmer = Warmer(self.tiers, self.reader, self.finder.adopter, ledger)
         self.gaps = self.tiers[0].gaps
         self.gaps.watch(self.tiers)
         self.joiner = Joiner(self.arena, ledger, self.demoter.submit)
@@ -224,6 +226,12 @@ class Cache:
     def unpin(self, which: Selection) -> Tally:
         """Undo `pin`; what was pinned."""
         return self.control.pin(which, False)
+
+    def warm(self, keys: Sequence[bytes]) -> Tally:
+        """Bring kept blocks up into memory, in this order and as far as they fit beside each other; what is
+        in memory now, by the tier that it came from.
+        """
+        return Tally() if self._closed else self.warmer.warm(keys)
 
     def own(self, space: bytes, tenant: str) -> None:
         """A space belongs to a tenant, by whose name quotas and times are set."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -48,6 +48,8 @@ class BlockCache(Protocol):
     def pin(self, which: Selection) -> Tally: ...
 
     def unpin(self, which: Selection) -> Tally: ...
+
+    def warm(self, keys: Sequence[bytes]) -> Tally: ...
 
     def own(self, space: bytes, tenant: str) -> None: ...
 

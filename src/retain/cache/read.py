@@ -22,8 +22,9 @@ from retain.block import (
     verify_object,
 )
 from retain.codecs import CODECS
+from retain.codecs.ladder.measured import is_switched_off
 from retain.errors import ForeignObject, InvalidObject, StoreError, StoreUnavailable
-from retain.fidelity import accepts, decoded_lineage, quality_of
+from retain.fidelity import accepts, decoded_lineage, held_codec, quality_of
 from retain.header import BlockHeader, Frame, object_name, split_name
 from retain.model import ModelSpec, Slice
 
@@ -66,7 +67,10 @@ class Want:
         """Raise InvalidObject unless the block is what was asked for."""
         Expected(key, self.spec).check(header)
         if header.fidelity == "lossy":
-            accepted = accepts(self.fidelity, quality_of(header.codec, header.lineage))
+            quality = quality_of(held_codec(header.codec, header.parameters), header.lineage)
+            accepted = accepts(self.fidelity, quality)
+            if quality is not None and is_switched_off(header.kin, quality):
+                raise ForeignObject(f"{quality} is switched off for this model: its loss was too large")
         else:
             accepted = header.fidelity in ("exact", self.fidelity) or self.fidelity not in ("exact", "kin")
         if not accepted:

@@ -50,6 +50,9 @@ def _plain(each: Listed) -> dict[str, object]:
     return {
         **row,
         "key": header.key.hex(),
+        "kin": header.kin.hex(),
+        "variant": header.variant.hex(),
+        "space": header.space.hex(),
         "model": header.model,
         "first": header.first,
         "tokens": header.count,

@@ -50,16 +50,20 @@ def disk_tiers(addresses: Sequence[TierAddress]) -> Iterator[list[DiskTier]]:
     tiers: list[DiskTier] = []
     try:
         for path, address in chosen:
-            # Looking at a tier must not create it.
-            if not path.is_dir():
-                raise ConfigError(
-                    f"the folder {path} of the disk tier does not exist: nothing has been kept there yet"
-                )
+            check_folder(address)
             tiers.append(DiskTier(path, open_store(address)))
         yield tiers
     finally:
         for tier in tiers:
             tier.store.close()
+
+
+def check_folder(address: TierAddress) -> None:
+    """Raise ConfigError where a disk tier's folder is not there: looking at a tier must not create it."""
+    if address.path is not None and not address.path.is_dir():
+        raise ConfigError(
+            f"the folder {address.path} of the disk tier does not exist: nothing has been kept there yet"
+        )
 
 
 def listed(tiers: Sequence[DiskTier]) -> Iterator[Listed]:
