@@ -16,7 +16,7 @@ import xxhash
 from retain.codecs import CODECS, Codec
 from retain.codecs.base import Array, container
 from retain.errors import InvalidObject
-from retain.fidelity import decoded_lineage
+from retain.fidelity import decoded_lineage, held_codec
 from retain.header import (
     BlockHeader,
     Frame,
@@ -187,8 +187,9 @@ class RawLayout:
 def raw_layout(header: BlockHeader) -> RawLayout:
     """The layout of a raw object of the block with this header, decoded: its lineage then tells of a lossy
     codec."""
-    lossy = header.codec != "raw" and header.fidelity == "lossy"
-    lineage = decoded_lineage(header.codec, header.lineage) if lossy else header.lineage
+    codec = held_codec(header.codec, header.parameters)
+    lossy = codec != "raw" and header.fidelity == "lossy"
+    lineage = decoded_lineage(codec, header.lineage) if lossy else header.lineage
     header = replace(header, codec="raw", parameters="", lineage=lineage)
     kind = _SAFETENSORS[header.dtype]
     tensors = [Tensor("tokens", "U32", (header.count,))]

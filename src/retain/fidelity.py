@@ -18,6 +18,9 @@ from retain.identity import digest
 QUALITIES = ("exact", "fine", "int8", "near", "balanced", "tiny")
 """From the best to the worst, by measured KL (docs/quality.md)."""
 
+PROMISED = MappingProxyType({"fine": 2e-5, "int8": 2e-4, "near": 1.3e-4, "balanced": 9e-4, "tiny": 6e-3})
+"""The mean KL of the next tokens, in nats, that each level promises at the most."""
+
 ACCEPTABLE = (*QUALITIES, "kin", "lossy", "fused")
 """What a request may name as the lowest fidelity it accepts. `kin` takes another variant's KV, but nothing
 that was coded with loss; `lossy` any level; `fused` KV put together from parts too."""
@@ -48,6 +51,11 @@ def quality_of(codec: str, lineage: bytes | None) -> str | None:
         return own
     below = _known().get(lineage[:16])
     return None if below is None else worst((own, below))
+
+
+def held_codec(codec: str, parameters: str) -> str:
+    """The codec of an object's streams: where a level cannot code a block, its object holds int8."""
+    return parameters if parameters in QUALITIES else codec
 
 
 def worst(qualities: Iterable[str]) -> str:

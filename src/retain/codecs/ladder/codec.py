@@ -6,12 +6,12 @@ How an object's streams are coded stands in its header's `parameters`: `profile=
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 
 from retain.codecs.base import Array, Encoded
 from retain.codecs.ladder import coder
 from retain.codecs.ladder.int8 import Int8
+from retain.codecs.ladder.measured import is_switched_off
 from retain.codecs.ladder.profile import Profile
 from retain.codecs.ladder.quantise import Unencodable
 from retain.codecs.ladder.shelf import profile_for, profile_of
@@ -22,9 +22,6 @@ from retain.identity import Tokens
 from retain.model import Slice
 
 BY_PROFILE = "profile="
-
-_switched_off: set[tuple[bytes, str]] = set()
-_lock = threading.Lock()
 
 
 class Rung:
@@ -80,18 +77,6 @@ class Rung:
 def fits(profile: Profile, header: BlockHeader) -> bool:
     """Whether a profile can code a block: it is of the model's layers, and the block is whole."""
     return profile.layers == header.layers and header.slice == Slice(0, len(header.layers))
-
-
-def switch_off(kin: bytes, level: str) -> None:
-    """Have blocks of a kin coded as int8 where `level` is asked for, from now on: its loss was found to be
-    above its bound."""
-    with _lock:
-        _switched_off.add((kin, level))
-
-
-def is_switched_off(kin: bytes, level: str) -> bool:
-    with _lock:
-        return (kin, level) in _switched_off
 
 
 def _digest(parameters: str) -> bytes:
