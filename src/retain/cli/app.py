@@ -15,13 +15,16 @@ from retain.cli import (
     demo,
     doctor,
     ls,
+    pin,
     profile,
+    relay,
     serve,
     show,
     stats,
     status,
     stop,
     verify,
+    warm,
 )
 
 app = typer.Typer(
@@ -46,6 +49,7 @@ def common(
 
 app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
+app.command("relay")(relay.relay)
 app.command("daemon")(daemon.daemon)
 app.command("status")(status.status)
 app.command("stop")(stop.stop)
@@ -53,6 +57,9 @@ app.command("ls")(ls.ls)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)
 app.command("clear")(clear.clear)
+app.command("pin")(pin.pin)
+app.command("unpin")(pin.unpin)
+app.command("warm")(warm.warm)
 app.command("stats")(stats.stats)
 app.command("doctor")(doctor.doctor)
 app.command("profile")(profile.profile)

@@ -58,12 +58,12 @@ def application(service: Service, tenants: Tenants, lifespan: Lifespan | None = 
         routes=[
             Route(path, paths.guarded(path, handler), methods=[method]) for path, method, handler in routes
         ],
-        exception_handlers={HTTPException: _no_such_path},
+        exception_handlers={HTTPException: no_such_path},
         lifespan=lifespan or alone,
     )
 
 
-async def _no_such_path(request: Request, error: Exception) -> Response:
+async def no_such_path(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     said = "there is no such path" if status == 404 else "the path does not take this method"
     refusal = Refusal(

@@ -107,7 +107,7 @@ def read_api_keys(lines: Iterable[str], file: Path | None = None) -> dict[str, s
 
 def check_bind(host: str, keys: Mapping[str, str], allow_open: bool) -> None:
     """Refuse to serve without keys where other machines can reach the port. Raises ConfigError."""
-    if keys or allow_open or _is_loopback(host):
+    if keys or allow_open or is_loopback(host):
         return
     raise ConfigError(
         f"binding to {host} without API keys would let everyone on the network use this server and what it "
@@ -115,7 +115,7 @@ def check_bind(host: str, keys: Mapping[str, str], allow_open: bool) -> None:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
