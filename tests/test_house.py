@@ -29,12 +29,12 @@ LEVELS = (
         "models",
     ),
     # A block calls codecs, which know nothing of blocks; both name the buffers that stores take.
-    ("header", "codecs", "stores.base", "block"),
+    ("header", "codecs", "stores.base", "block", "lower"),
     ("stores", "address", "config"),
     ("cache",),
     ("daemon", ""),
     ("testing", "engines", "reuse", "insight", "edit", "profile"),
-    ("bench", "gateway"),
+    ("bench", "gateway", "relay"),
     ("cli",),
 )
 """The house from the ground up: a module calls its own level and those below. `""` is `retain` itself."""

@@ -61,6 +61,15 @@ def test_a_tail_at_the_prompts_end_is_found_by_its_key(tier):
         assert read(other, chain(space_of(b"k" * 32), tokens[:-20], 256))[0] in (256, 256 + 40)
 
 
+def test_a5_a_tail_that_ends_with_the_prompt_is_found_whatever_its_length(tier):
+    prompt = chain(space_of(b"k" * 32), list(range(100, 356)) + list(range(57)), 256)
+    with open_cache("memory:8MiB", tier) as one, open_cache("memory:8MiB", tier) as other:
+        for block in (block_at(SPEC, prompt, 0), block_at(SPEC, prompt, 1, count=57)):
+            assert one.store(block).kept
+        one.flush(10)
+        assert read(other, prompt, limit=256 + 56)[0] == 256 + 56
+
+
 def test_a_lookup_asks_once_for_all_keys(redis, tmp_path):
     prompt = chain_of(range(1600))
     with Proxy(redis.port) as proxy:

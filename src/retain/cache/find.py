@@ -80,7 +80,9 @@ class Search:
         rest = np.frombuffer(self.rest, "<u4").astype(np.uint32, copy=False)
         if self.limit - first < TAIL_TOKENS:
             return []
-        lengths = range(rest.size - rest.size % TAIL_TOKENS, 0, -TAIL_TOKENS)
+        # Tails are kept in whole steps, but for those of prompts that were handed over to their last token.
+        steps = range(rest.size - rest.size % TAIL_TOKENS, 0, -TAIL_TOKENS)
+        lengths = dict.fromkeys((rest.size, *steps))
         parent = self.parent(len(self.keys))
         return [(block_key(parent, rest[:length]), rest[:length]) for length in lengths]
 

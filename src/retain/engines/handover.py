@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from retain.cache import Planner
+from retain.identity import TAIL_TOKENS
 from retain.model import ModelSpec
 
 WAIT_SECONDS = 2.0
@@ -36,6 +37,11 @@ def promised(params: object) -> int:
     own = params.get("retain") if isinstance(params, Mapping) else None
     tokens = own.get("tokens") if isinstance(own, Mapping) else None
     return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0 else 0
+
+
+def findable(tokens: int) -> int:
+    """How many of so many kept first tokens a lookup finds at least: a tail counts from 16 tokens on."""
+    return tokens - tokens % TAIL_TOKENS
 
 
 def patience(planner: Planner, spec: ModelSpec, tokens: int) -> float:

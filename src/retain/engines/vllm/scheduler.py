@@ -109,7 +109,7 @@ class Scheduler:
         if not tracked.reads or tracked.failed or request.skip_reading_prefix_cache or wanted <= computed:
             tracked.release()
             return 0
-        awaited = min(wanted, tracked.awaited(self._cache.planner))
+        awaited = handover.findable(min(wanted, tracked.awaited(self._cache.planner)))
         stale = time.monotonic() - tracked.looked_at > (LOOK_SOON if awaited else LOOK_AGAIN)
         if tracked.looked_for != wanted or stale:
             chain = tracked.chain()
