@@ -105,11 +105,13 @@ class Trial:
                     pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
-        # Workers may be in process groups of their own, but not in other sessions.
-        for pid in session_of(process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_session(process.pid)
         process.wait()
+
+    def kill(self) -> None:
+        """Kill every process of the engine at once (SIGKILL), whatever they are doing."""
+        if self._process is not None:
+            _kill_session(self._process.pid)
 
     def _read(self) -> dict[str, Any]:
         if self._process is None or self._process.stdout is None:
@@ -120,6 +122,13 @@ class Trial:
             raise TrialError(f"the engine ended: {words}")
         told: dict[str, Any] = json.loads(line)
         return told
+
+
+def _kill_session(leader: int) -> None:
+    # Workers may be in process groups of their own, but not in other sessions.
+    for pid in session_of(leader):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def session_of(leader: int) -> list[int]:

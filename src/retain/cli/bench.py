@@ -134,6 +134,31 @@ def ttft(
     finish(report, bench.plot, as_json, plot)
 
 
+@app.command("chaos")
+def chaos(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few rounds of everything: under 5 minutes.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Faults with this in their name. Repeatable.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="What the dice start from.")] = 1,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PYTHON", help="The Python of a venv with vLLM, to kill that too.", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Kill, stop, cut, fill and damage everything while clients check every byte and time every wait."""
+    from retain.bench import chaos as bench
+
+    finish(bench.run(quick, only or (), seed, vllm), bench.plot, as_json, plot)
+
+
 def finish(report: Report, draw: Callable[[Report], Figure], as_json: bool, plot: Path | None) -> None:
     """Print and draw a report; exit 1 if one of its checks failed."""
     if as_json:

@@ -5,9 +5,11 @@ docs/chaos.md says what is broken, and what is promised meanwhile.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from retain.bench.chaos.engine import ENGINE_FAULT, ENGINE_KILLS, kill_engines
 from retain.bench.chaos.faults import FULL, QUICK, Fault, all_faults
 from retain.bench.chaos.run import Outcome, run_faults
 from retain.bench.progress import Steps
@@ -18,26 +20,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def run(quick: bool = False, only: Sequence[str] = (), seed: int = 1) -> Report:
+def run(quick: bool = False, only: Sequence[str] = (), seed: int = 1, vllm: str | None = None) -> Report:
     """Try every fault, or those whose title (`redis: half responses`) has one of the words of `only` in it.
 
-    Raises ConfigError where there is none.
+    `vllm` is the Python of a venv with vLLM, whose engine is then killed too. Raises ConfigError where there
+    is no such fault.
     """
+    logging.getLogger("retain").addHandler(logging.NullHandler())  # that a daemon is gone is no news here
     scale = QUICK if quick else FULL
-    faults = chosen(only)
-    outcomes = []
-    with Steps("chaos", sum(fault.rounds(scale) for fault in faults)) as steps:
+    engine = vllm is not None and (not only or any(each.lower() in ENGINE_FAULT.title for each in only))
+    faults = chosen(only, or_none=engine)
+    kills = ENGINE_KILLS if engine else 0
+    with Steps("chaos", sum(fault.rounds(scale) for fault in faults) + kills) as steps:
         outcomes = list(run_faults(faults, scale, seed, steps.step))
+        if vllm is not None and engine:
+            outcomes.append(kill_engines(vllm, kills, seed, steps.step))
     return report(outcomes)
 
 
-def chosen(only: Sequence[str]) -> list[Fault]:
+def chosen(only: Sequence[str], *, or_none: bool = False) -> list[Fault]:
     """The faults whose titles have one of `only` in them; all, where that is empty. Raises ConfigError."""
     faults = all_faults()
     found = [
         fault for fault in faults if not only or any(each.lower() in fault.title.lower() for each in only)
     ]
-    if not found:
+    if not found and not or_none:
         titles = ", ".join(fault.title for fault in faults)
         raise ConfigError(f"no fault is called {' or '.join(only)}; there are: {titles}")
     return found

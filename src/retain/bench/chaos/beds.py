@@ -20,7 +20,7 @@ from retain.errors import MissingDependency
 
 MEMORY_BYTES = 4 << 20
 DISK_BYTES = 12 << 20
-ORIGIN_BYTES = 16 << 20
+ORIGIN_BYTES = 8 << 20
 WAIT = "300ms"
 """How long a remote tier is waited for: what breaks here shall reach Retain before its breakers open, on a
 machine that is busy."""
@@ -149,7 +149,7 @@ BEDS: Mapping[str, Bed] = {
         Bed("disk", _disk, 2, MEMORY_BYTES + DISK_BYTES),
         Bed("redis", _redis, 3, MEMORY_BYTES),
         Bed("http", _http, 3, MEMORY_BYTES),
-        Bed("object", _object, 3, MEMORY_BYTES),
+        Bed("object", _object, 6, MEMORY_BYTES),
         Bed("eviction", _disk, 10, MEMORY_BYTES + DISK_BYTES),
         Bed("full", _small_medium, 3, MEMORY_BYTES + (8 << 20)),
         Bed("readonly", _failing_medium, 2, MEMORY_BYTES + (8 << 20)),
@@ -197,7 +197,7 @@ def make_file_system(image: Path) -> None:
 def _redis_tier(opened: ExitStack, folder: Path) -> tuple[str, Proxy, Running]:
     if importlib.util.find_spec("redis") is None:
         raise MissingDependency("redis tiers need redis-py: pip install 'retain[redis]'")
-    limits = ("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru")
+    limits = ("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
     server = opened.enter_context(redis_server(folder / "redis", *limits))
     proxy = opened.enter_context(Proxy(server.port))
     return f"redis://127.0.0.1:{proxy.port}?wait={WAIT}", proxy, server

@@ -42,6 +42,7 @@ DEADLINES = {
     "missing": 2.0,
     "flight": 2.5,
     "open": 40.0,
+    "answer": 60.0,
 }
 """How long each call may wait at the most, in seconds, as docs/chaos.md explains."""
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from retain.bench.chaos.beds import make_file_system, mounted, unmount
 from retain.bench.chaos.clock import set_clock
@@ -131,21 +132,19 @@ def _hang_daemon(given: Round) -> None:
 
 
 def _remote(tier: str) -> Iterator[Fault]:
-    yield Fault(tier, "connection resets", _rounds, lambda given: _resets(given, tier))
-    yield Fault(tier, "half responses", _rounds, lambda given: _halves(given, tier))
-    yield Fault(tier, "connections refused", _rounds, lambda given: _way(given, tier, refuse=True))
-    yield Fault(tier, "connections without an answer", _rounds, lambda given: _way(given, tier, silent=True))
-    yield Fault(tier, "200 ms delay", _rounds, lambda given: _way(given, tier, delay=0.2))
-    yield Fault(tier, "1 MB/s", _rounds, lambda given: _way(given, tier, rate=1e6))
-    yield Fault(tier, "SIGSTOP of the server", lambda _: 1, lambda given: _hang_server(given, tier))
+    yield Fault(tier, "connection resets", _rounds, partial(_resets, tier=tier))
+    yield Fault(tier, "half responses", _rounds, partial(_halves, tier=tier))
+    yield Fault(tier, "connections refused", _rounds, partial(_way, tier=tier, refuse=True))
+    yield Fault(tier, "connections without an answer", _rounds, partial(_way, tier=tier, silent=True))
+    yield Fault(tier, "200 ms delay", _rounds, partial(_way, tier=tier, delay=0.2))
+    yield Fault(tier, "1 MB/s", _rounds, partial(_way, tier=tier, rate=1e6))
+    yield Fault(tier, "SIGSTOP of the server", lambda _: 1, partial(_hang_server, tier=tier))
     yield from _damages(tier)
 
 
 def _statuses(tier: str) -> Iterator[Fault]:
     for status in (500, 403, 404):
-        yield Fault(
-            tier, f"status {status}", _rounds, lambda given, status=status: _way(given, tier, status=status)
-        )  # type: ignore[misc]
+        yield Fault(tier, f"status {status}", _rounds, partial(_way, tier=tier, status=status))
 
 
 def _resets(given: Round, tier: str) -> None:
@@ -191,7 +190,7 @@ def _hang_server(given: Round, tier: str) -> None:
 
 def _damages(tier: str) -> Iterator[Fault]:
     for name, spoil in KINDS.items():
-        yield Fault(tier, name, _rounds, lambda given, spoil=spoil: _damage(given, tier, spoil))  # type: ignore[misc]
+        yield Fault(tier, name, _rounds, partial(_damage, tier=tier, spoil=spoil))
 
 
 def _damage(given: Round, tier: str, spoil: Spoil) -> None:
@@ -214,15 +213,18 @@ def _no_inodes(given: Round) -> None:
 
 
 def _turn_read_only(given: Round) -> None:
-    """As a kernel does on an error. What lies there stays readable; the daemon that is killed finds it mended."""
+    """As a kernel does on an error. What lies there stays readable; then there is a new medium in its place,
+    for a new daemon: the file system that failed lives as long as somebody has files of it open.
+    """
     folders = given.stack.medium.folders
     place = folders["mount"]
     remount(place, "abort")
     time.sleep(given.scale.period)
     unmount(place)
-    make_file_system(folders["image"])
+    image = folders["image"].with_name(f"image-{given.dice.getrandbits(32):x}")
+    make_file_system(image)
     with ExitStack() as kept:
-        mounted(kept, place, str(folders["image"]), "loop", "ext4")
+        mounted(kept, place, str(image), "loop", "ext4")
         kept.pop_all()  # the bed unmounts it
     given.stack.kill_daemon()
 
