@@ -55,6 +55,8 @@ def write_gguf(
         writer.add_rope_dimension_count(config.head_dim)
     else:
         writer.add_sliding_window(config.sliding_window)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config.vocab_size)
     writer.add_token_list([f"token{index}" for index in range(config.vocab_size)])
     for name, parameter in model.named_parameters():
         values = parameter.detach().float().numpy()

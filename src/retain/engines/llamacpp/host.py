@@ -23,7 +23,7 @@ from retain.models import Source
 from .identity import spec_of
 from .layout import Layout, pieces
 from .native import Logits, NativeContext, NativeModel
-from .state import DIALECTS, TYPES, Array, StateForm
+from .state import DIALECTS, TYPES, Array, Dialect, StateForm
 
 BATCH = 512
 """Tokens that llama.cpp computes in one go; its own default."""
@@ -94,6 +94,11 @@ class Host:
         self._restorers = ThreadPoolExecutor(_RESTORERS, thread_name_prefix="retain-restore")
         self._buffer = np.empty(0, np.uint8)
         self._form = self._probe()
+
+    @property
+    def dialect(self) -> Dialect:
+        """How this build writes states."""
+        return self._form.dialect
 
     @property
     def step(self) -> int:
