@@ -417,28 +417,6 @@ def test_a30_clear_returns_true_counts_and_nothing_hits_afterwards(tmp_path, dis
     cache.close()
 
 
-def test_a30_writes_on_their_way_do_not_bring_back_what_was_cleared(tmp_path, disk):
-    with retain.open("memory:64MiB", disk) as cache:
-        for round_ in range(20):
-            chain = chain_of(range(1000 * round_, 1000 * round_ + 160))
-            fill(cache, chain)
-            cache.clear()
-            assert read(cache, chain)[0] == 0
-            cache.flush()
-            assert read(cache, chain)[0] == 0
-        assert files(tmp_path) == []
-
-
-def test_dropped_blocks_are_gone_from_every_tier(tmp_path, disk):
-    with retain.open("memory:8MiB", disk) as cache:
-        chain = chain_of(range(64))
-        fill(cache, chain)
-        cache.flush()
-        assert cache.drop([chain.keys[2], b"?" * 32]).objects == 2
-        assert read(cache, chain)[0] == 32
-        assert len(files(tmp_path)) == 3
-
-
 def test_a_block_dropped_while_it_is_read_stays_readable_for_its_reader():
     with retain.open("memory:8MiB") as cache:
         chain = chain_of(range(16))
@@ -489,36 +467,6 @@ def test_a_hit_partly_in_memory_is_cut_where_disk_is_not_worth_it(disk):
         cache.planner.observe_load("memory", 1, 1000, 1e-6)
         with cache.lookup(Query(chain, SPEC)) as hit:
             assert hit.tokens_by_tier == {"memory": 32}
-
-
-def test_one_of_many_computes_and_the_others_wait_for_it():
-    with retain.open("memory:8MiB") as cache:
-        chain = chain_of(range(16))
-        computed = []
-
-        def request():
-            with cache.flight(chain.keys[0], timeout=10) as flight:
-                if flight.leader and cache.missing(Query(chain, SPEC)):
-                    time.sleep(0.1)
-                    computed.append(cache.store(block_at(SPEC, chain)))
-            assert read(cache, chain)[0] == 16
-
-        threads = [threading.Thread(target=request) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(computed) == 1
-        assert cache.stats().counters["flights_joined"] >= 1
-
-
-def test_a_follower_waits_no_longer_than_it_said():
-    with retain.open("memory:8MiB") as cache, cache.flight(b"k" * 32, 1):
-        start = time.monotonic()
-        flight = cache.flight(b"k" * 32, 0.05)
-        assert not flight.leader
-        assert not flight.landed
-        assert time.monotonic() - start < 1
 
 
 # many threads

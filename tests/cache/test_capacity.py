@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import retain
-from retain.cache import Query, Selection
+from retain.cache import Query
 from retain.cache import cache as cache_module
 from retain.codecs import codec
 from retain.identity import salt_of
@@ -68,19 +68,6 @@ def test_blocks_that_are_read_are_not_evicted_until_the_last_view_is_gone():
         del arrays
         gc.collect()
         assert cache.stats().tiers["memory"].leased == 0
-
-
-def test_pinned_blocks_stay():
-    with retain.open(f"memory:{SLOT * 4}") as cache:
-        chain = chain_of(range(32))
-        fill(cache, chain)
-        assert cache.pin(Selection(keys=chain.keys)).blocks == 2
-        fill(cache, chain_of(range(1000, 1160)))
-        assert read(cache, chain)[0] == 32
-        assert cache.stats().tiers["memory"].pinned == 2
-        assert cache.unpin(Selection(keys=(*chain.keys, b"?" * 32))).blocks == 2
-        fill(cache, chain_of(range(2000, 2160)))
-        assert read(cache, chain)[0] == 0
 
 
 def test_a7_the_limit_counts_what_earlier_runs_left(tmp_path):

@@ -23,7 +23,6 @@ from retain.codecs import codec
 from retain.daemon import messages, start, wire
 from retain.daemon.client import RemoteCache
 from retain.errors import StoreUnavailable
-from retain.identity import salt_of
 from retain.model import Slice
 from tests.blocks import block_at, chain_of, small_spec
 from tests.cache.test_cache import SPEC, fill, read, same
@@ -56,20 +55,6 @@ def test_what_one_process_stored_another_finds(connect):
     wait_for(lambda: leased(reader) == 0)
 
 
-def test_prefixes_limits_continuations_and_the_nearest_prompt_are_those_of_a_cache(connect):
-    cache, kept = connect(), [*range(100, 164)]
-    fill(cache, chain_of(kept, 32))
-    for limit, expected in ((64, 64), (63, 63), (32, 32), (1, 1), (0, 0)):
-        assert read(cache, chain_of(kept, 32), limit=limit)[0] == expected
-    assert read(cache, chain_of([*kept[:57], 7, 8, 9], 32))[0] == 57
-    assert read(cache, chain_of([*kept[:10], 7], 32))[0] == 0
-    assert cache.nearest(chain_of([*kept[:40], 7], 32)).common == 40
-    assert cache.nearest(chain_of([*kept[:40], 7], 32)).kept.tolist() == kept[40:]
-    assert cache.missing(Query(chain_of([*kept, *range(32)], 32), SPEC)) == [2]
-    assert read(cache, chain_of(kept, 32, salt_of("bob")))[0] == 0
-    assert cache.store(block_at(SPEC, chain_of(kept, 32))).reason == "present"
-
-
 def test_a_growing_prompt_sends_only_what_is_new(connect, monkeypatch):
     cache = connect()
     sent = []
@@ -84,16 +69,6 @@ def test_a_growing_prompt_sends_only_what_is_new(connect, monkeypatch):
     for other in range(100):  # the daemon forgets the first chain meanwhile
         cache.lookup(Query(chain_of([other + 1000] * 16), SPEC)).release()
     assert read(cache, chain_of(range(192)))[0] == 160
-
-
-def test_slices_are_assembled_and_cut_across_the_socket(connect):
-    cache, spec, chain = connect(), small_spec(layers=4, heads=4), chain_of(range(16))
-    whole = block_at(spec, chain)
-    for half in (Slice(0, 4, 0, 1, 2), Slice(0, 4, 1, 2, 2)):
-        assert cache.store(cut(whole, half)).kept
-    assert same(read(cache, chain, spec)[1], [whole])
-    quarter = Slice(1, 3, 2, 3, 4)
-    assert same(read(cache, chain, spec, slice=quarter)[1], [cut(whole, quarter)])
 
 
 CLAIM = """

@@ -121,7 +121,7 @@ class Demoter:
             (now if known and tier.rules.writes != "evicted" else later).append(tier)
         if later:
             with self._lock:
-                self._waiting.add(header, later, reused=reused)
+                self._waiting.add(header, later, reused=seen)
         return self._start(header, slot, now)
 
     def _used(self, keys: Sequence[bytes]) -> None:

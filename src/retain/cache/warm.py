@@ -15,6 +15,8 @@ from .read import Reader, Want, release
 from .results import Part, Source, Tally, tally_of
 from .tier import Tier
 
+PAGE = 4096
+
 SECONDS = 30.0
 """How long one block is waited for, at the most."""
 
@@ -43,11 +45,11 @@ class Warmer:
             if tier is None:
                 nowhere += 1
                 continue
-            objects, size = self._bring(tier, key, left)
+            objects, size, used = self._bring(tier, key, left)
             if not objects:
                 full += 1
                 continue
-            left -= size
+            left -= used
             found.append(key)
             before = counts.get(tier.name, (0, 0))
             counts[tier.name] = (before[0] + objects, before[1] + size)
@@ -56,21 +58,23 @@ class Warmer:
             missed.append(f"{full} blocks could not be read, or have no room beside the others")
         return tally_of(found, counts, missed)
 
-    def _bring(self, tier: Tier, key: bytes, room: int) -> tuple[int, int]:
-        """Objects and bytes of a key that are in memory after this, read from `tier` if need be."""
+    def _bring(self, tier: Tier, key: bytes, room: int) -> tuple[int, int, int]:
+        """Objects and bytes of a key that are in memory after this, read from `tier` if need be, and how much
+        of the room they take.
+        """
         number = self._tiers.index(tier)
-        objects = size = 0
+        objects = size = used = 0
         for slot in tier.same_key(key):
             with tier.lock:
                 if not tier.acquire(slot, key):
                     continue
                 source = Source(number, slot, tier.form(slot).slice, tier.index.record(slot).size)
             try:
-                if size + source.size <= room and (number == 0 or self._read(tier, source, key)):
-                    objects, size = objects + 1, size + source.size
+                if used + _taken(source) <= room and (number == 0 or self._read(tier, source, key)):
+                    objects, size, used = objects + 1, size + source.size, used + _taken(source)
             finally:
                 tier.release([slot])
-        return objects, size
+        return objects, size, used
 
     def _read(self, tier: Tier, source: Source, key: bytes) -> bool:
         try:
@@ -91,6 +95,11 @@ class Warmer:
         for tier in self._tiers:
             if unknown and tier.shared is not None and tier.shared.writable:
                 self._adopter.discover(tier, unknown)
+
+
+def _taken(source: Source) -> int:
+    """How much of the arena an object takes, which gives whole pages."""
+    return -(-source.size // PAGE) * PAGE
 
 
 def spec_of(header: BlockHeader) -> ModelSpec:
