@@ -315,6 +315,7 @@ NB_MODULE(_native, module) {
     bind_arena(module);
     bind_pages(module);
     bind_ladder(module);
+    bind_transform(module);
     module.def("copy", &copy, nb::arg("target"), nb::arg("source"));
     module.def("populate", &populate, nb::arg("buffer"));
 }

@@ -4,3 +4,4 @@
 #include <nanobind/nanobind.h>
 
 void bind_ladder(nanobind::module_& module);
+void bind_transform(nanobind::module_& module);
