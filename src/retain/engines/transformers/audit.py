@@ -2,7 +2,8 @@
 
 Two computations of the same tokens differ by rounding, so the engine's own noise is measured first: a prompt
 in two chunkings, once, and again when one comes that is twice as long. What differs by more than ten times
-that was not computed by this model from these tokens.
+that was not computed by this model from these tokens. Of KV that was coded with loss, how much it changed the
+next tokens is measured instead, and kept by model and level (retain.codecs.ladder.measured).
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from retain.cache import BlockCache
+from retain.codecs.ladder.measured import record
 from retain.identity import Tokens
 
+from .coded import loss_of, quality_used
 from .host import Host
 from .layers import Rows, rows_of
 from .session import Reused, Session
@@ -108,6 +112,9 @@ class Auditor:
                 del session
 
     def _audit(self, session: Session) -> None:
+        if quality_used(session) != "exact":
+            self._audit_coded(session)
+            return
         tokens = session.chain.tokens
         chunks = [min(most, int(tokens.size) // parts + 1) for parts, most in enumerate(MOST_CHUNKS, 2)]
         again = self._compute(tokens, chunks[0])
@@ -150,21 +157,43 @@ class Auditor:
         if keys:
             self._cache.drop(keys)
 
+    def _audit_coded(self, session: Session) -> None:
+        """What was decoded, or computed on such, differs by design: what counts is what that changes."""
+        found = loss_of(session, self._host, self._run)
+        if found is None:
+            self._cache.count("audits_skipped")
+            return
+        self._cache.count("audits")
+        record(self._host.spec.kin, found.quality, found.kl, found.tokens)
+
     def _compute(self, tokens: Tokens, chunk: int) -> tuple[tuple[Rows, ...], Tensor] | None:
         """The KV and last logits of a prompt; None when requests kept the model busy too long."""
         cache = self._host.empty_cache(int(tokens.size))
+        logits = self._run(tokens, cache, 1, chunk)
+        return None if logits is None else (rows_of(cache), logits[-1])
+
+    def _run(
+        self, tokens: Tokens, cache: DynamicCache, keep: int, chunk: int = MOST_CHUNKS[0]
+    ) -> Tensor | None:
+        """The logits of the last `keep` tokens behind what a cache holds, run in chunks while nobody waits;
+        None when requests kept the model busy too long."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        logits = torch.empty(0)
+        logits: list[Tensor] = []
         for first in range(0, tokens.size, chunk):
+            piece = tokens[first : first + chunk]
+            left = int(tokens.size) - first - int(piece.size)
             while not self._host.turns.take_if_idle():
                 if self._closed or time.monotonic() > deadline:
                     return None
                 time.sleep(0.02)
             try:
-                logits = self._host.run(tokens[first : first + chunk], cache, 1).logits[0, -1]
+                wanted = max(1, min(int(piece.size), keep - left))
+                found = self._host.run(piece, cache, wanted).logits[0, -wanted:]
             finally:
                 self._host.turns.give()
-        return rows_of(cache), logits
+            if left < keep:
+                logits.append(found)
+        return torch.cat(logits) if logits else torch.empty(0)
 
 
 def _distance(fresh: Sequence[Rows], served: Sequence[Rows], part: Reused) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -76,6 +77,8 @@ class Study:
         self._model = loaded.model
         self._device = loaded.model.device
         self._dtype = loaded.model.dtype
+        parameters = inspect.signature(loaded.model.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         for layer in self.spec.layers:
             if layer.kind not in ("full", "sliding"):
                 raise UnsupportedModel(f"KV of {layer.kind} layers cannot be studied")
@@ -124,9 +127,8 @@ class Study:
         ids = torch.from_numpy(tokens.astype(np.int64))[None].to(self._device)
         positions = torch.arange(first, first + len(tokens), device=self._device)[None]
         forward = cast("Callable[..., Any]", self._model)
-        found = forward(
-            ids, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=keep
-        )
+        more: dict[str, Any] = {self._cache_name: cache}
+        found = forward(ids, position_ids=positions, use_cache=True, logits_to_keep=keep, **more)
         logits: Tensor = found.logits[0]
         return logits
 
