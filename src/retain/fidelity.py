@@ -21,9 +21,12 @@ QUALITIES = ("exact", "fine", "int8", "near", "balanced", "tiny")
 PROMISED = MappingProxyType({"fine": 2e-5, "int8": 2e-4, "near": 1.3e-4, "balanced": 9e-4, "tiny": 6e-3})
 """The mean KL of the next tokens, in nats, that each level promises at the most."""
 
-ACCEPTABLE = (*QUALITIES, "kin", "lossy", "fused")
-"""What a request may name as the lowest fidelity it accepts. `kin` takes another variant's KV, but nothing
-that was coded with loss; `lossy` any level; `fused` KV put together from parts too."""
+KINSHIPS = ("kin", "kin-quantised")
+"""KV of another variant of the same kin: of float arithmetic on both sides, or of quantised on one."""
+
+ACCEPTABLE = (*QUALITIES, *KINSHIPS, "lossy", "fused")
+"""What a request may name as the lowest fidelity it accepts. `kin` and `kin-quantised` take other variants'
+KV, but nothing that was coded with loss; `lossy` any level; `fused` KV put together from parts too."""
 
 
 def accepts(asked: str, quality: str | None) -> bool:
@@ -31,7 +34,9 @@ def accepts(asked: str, quality: str | None) -> bool:
     here."""
     if quality == "exact" or asked in ("lossy", "fused"):
         return quality is not None or asked == "fused"
-    if quality is None or asked in ("exact", "kin"):
+    if asked in KINSHIPS:
+        return quality in KINSHIPS and KINSHIPS.index(quality) <= KINSHIPS.index(asked)
+    if quality is None or quality in KINSHIPS or asked == "exact":
         return False
     return QUALITIES.index(quality) <= QUALITIES.index(asked)
 
@@ -50,6 +55,8 @@ def quality_of(codec: str, lineage: bytes | None) -> str | None:
     if lineage is None:
         return own
     below = _known().get(lineage[:16])
+    if below in KINSHIPS:
+        return below if own == "exact" else None
     return None if below is None else worst((own, below))
 
 
@@ -104,5 +111,6 @@ def inherited(headers: Iterable[Told]) -> tuple[str, bytes | None]:
 
 @lru_cache(maxsize=1)
 def _known() -> MappingProxyType[bytes, str]:
-    found = {lineage[:16]: quality for quality in QUALITIES if (lineage := lineage_of(quality)) is not None}
+    words = (*QUALITIES, *KINSHIPS)
+    found = {lineage[:16]: quality for quality in words if (lineage := lineage_of(quality)) is not None}
     return MappingProxyType(found)

@@ -87,7 +87,7 @@ class Forms:
 
 def _rank(form: Form) -> tuple[int, bool]:
     quality = form.quality
-    return (len(QUALITIES) if quality is None else QUALITIES.index(quality), form.codec != "raw")
+    return (QUALITIES.index(quality) if quality in QUALITIES else len(QUALITIES), form.codec != "raw")
 
 
 def contains(held: Slice, wanted: Slice) -> bool:
