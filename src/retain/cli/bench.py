@@ -69,14 +69,36 @@ def trace(
         list[str] | None,
         typer.Option(help="One of those listed in docs/eviction.md. Repeatable.", show_default=False),
     ] = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With the default policy: also for blocks coded at this level. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Model = None,
     data: Data = None,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Hit rates of the eviction policies on traces of real requests, below Belady's optimum."""
-    from retain.bench import trace as bench
+    """Hit rates of the eviction policies on traces of real requests, below Belady's optimum.
 
-    report = bench.run(name, settings(context, data=data).data, capacity or (), policy or ())
+    With --codec: the hit rate that the same bytes buy, by what the model's profile says of its blocks' size.
+    """
+    from retain.bench import trace as bench
+    from retain.bench import trace_codec
+    from retain.fingerprint import kin_of_files
+    from retain.models import find
+
+    chosen = settings(context, model=model, data=data)
+    if codec:
+        if policy:
+            raise ConfigError("--codec goes with the default policy: leave --policy out")
+        kin = kin_of_files(find(chosen.model).path)
+        report = trace_codec.run(name, chosen.data, kin, codec, capacity or ())
+        finish(report, trace_codec.plot, as_json, plot)
+        return
+    report = bench.run(name, chosen.data, capacity or (), policy or ())
     finish(report, bench.plot, as_json, plot)
 
 
