@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -579,3 +580,35 @@ def test_a_daemon_out_of_descriptors_lets_clients_in_once_it_has_some(connect, r
     with connect() as other:
         assert read(other, chain_of(range(16)))[0] == 0
     assert cache.state().pid == pid
+
+
+def test_a_load_waits_for_the_word_that_settles_its_lookup(connect, tmp_path):
+    chain = chain_of([*range(32), *range(900, 940)], 32)
+    looker, loader = connect(), connect()
+    for end in (24, 16):  # two kept blocks that begin as the prompt does
+        looker.store(block_at(SPEC, chain_of([*range(32), *range(900, 900 + end)], 32), 0))
+        looker.store(block_at(SPEC, chain_of([*range(32), *range(900, 900 + end)], 32), 1))
+    call = looker._link.call
+
+    def late(request, timeout):
+        if isinstance(request, messages.Settle):
+            threading.Timer(0.2, call, (request, timeout)).start()
+            return None
+        return call(request, timeout)
+
+    looker._link.call = late
+    for _ in range(3):
+        hit = looker.lookup(Query(chain, SPEC, limit=60), plan=False)
+        assert hit.tokens == 56
+        with loader.load(loader.claim(hit.ticket(), SPEC)) as loaded:
+            assert loaded.tokens == 56
+        hit.release()
+    assert not loader.stats().failures
+
+
+def test_a_daemon_that_was_started_on_demand_is_no_child_of_who_started_it(connect):
+    state = connect().state()
+    status = Path(f"/proc/{state.pid}/stat").read_text().rpartition(")")[2].split()
+    assert int(status[1]) != os.getpid()
+    parent = Path(f"/proc/{status[1]}/cmdline").read_bytes()
+    assert b"pytest" not in parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import time
@@ -76,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--http-token", help="serve blocks to who has this: file:PATH or env:NAME")
     parser.add_argument("--http-cert", help="a certificate: serve with TLS")
     parser.add_argument("--http-key", help="the certificate's key")
+    parser.add_argument("--detach", action="store_true", help="go on as a process that is nobody's child")
     given = parser.parse_args(arguments)
+    if given.detach and os.fork():
+        os._exit(0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return run(

@@ -31,6 +31,11 @@ ROOM_SECONDS = 1.0
 LEASE_SECONDS = 60.0
 """How long a lookup that nobody loads keeps its blocks, at the most."""
 
+SETTLE_SECONDS = 1.0
+"""How long a load waits for its lookup to be settled: a worker's connection may be faster than that of the
+scheduler, which looked up and sent the word before.
+"""
+
 _Handler = Callable[["Session", messages.Request], messages.Reply | None]
 
 
@@ -42,6 +47,7 @@ class Looked:
     parts: tuple[Part, ...]
     candidates: tuple[Part, ...]
     deadline: float
+    settled: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False)
@@ -227,12 +233,17 @@ class Desk:
             )
             dropped = looked.parts[request.parts :] + tuple(c for c in looked.candidates if c not in chosen)
             looked.parts, looked.candidates = looked.parts[: request.parts], chosen
+            looked.settled.set()
             if not looked.parts and not chosen:
                 del session.looked[request.lease]
         self.cache.finder.release(dropped)
 
     def _on_load(self, session: Session, request: messages.Load) -> messages.Reply:
-        looked = self._looked(request.lease, end=request.end)
+        looked = self._looked(request.lease, end=False)
+        if looked is not None and not looked.settled.wait(SETTLE_SECONDS):
+            return messages.Refused("the lookup of this lease was not settled")
+        if request.end:
+            looked = self._looked(request.lease, end=True)
         if looked is None:
             return messages.Refused("this lease has ended")
         parts = looked.parts + looked.candidates

@@ -127,15 +127,17 @@ def address_of(path: Path) -> Iterator[str]:
 
 
 def spawn(tiers: Sequence[TierAddress], policy: str, path: Path) -> None:
-    """Start a daemon in a session of its own, its log beside its socket. It ends by itself when idle."""
-    arguments = [sys.executable, "-m", "retain.daemon", "--socket", str(path), "--policy", policy]
+    """Start a daemon in a session of its own, its log beside its socket. It ends by itself when idle.
+
+    It is nobody's child: engines such as vLLM end, with themselves, all processes that descend from them.
+    """
+    arguments = [sys.executable, "-m", "retain.daemon", "--detach", "--socket", str(path), "--policy", policy]
     arguments += ["--idle", str(IDLE_SECONDS)]
     arguments += [f"--tier={tier}" for tier in tiers]
     with open(log_path(path), "ab") as output:
         process = subprocess.Popen(
             arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
         )
-    # It may end long before the process that started it, whose child it would then stay as a zombie.
     threading.Thread(target=process.wait, name="retain-bury", daemon=True).start()
 
 
