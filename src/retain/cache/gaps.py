@@ -28,7 +28,7 @@ class Gaps:
 
     def __init__(self) -> None:
         self._tiers: tuple[Tier, ...] = ()
-        self._suspects: deque[bytes] = deque()
+        self._suspects: deque[bytes] = deque(maxlen=MOST_WALKED)
         self._gaps: dict[bytes, None] = {}
         self._behind: dict[str, list[tuple[bytes, int, bytes]]] = {}
         self._lock = threading.Lock()
@@ -55,7 +55,10 @@ class Gaps:
             return
         try:
             for _ in range(len(self._suspects)):
-                key = self._suspects.popleft()
+                try:
+                    key = self._suspects.popleft()
+                except IndexError:
+                    break
                 if key not in self._gaps and self._is_gap(key):
                     self._gaps[key] = None
                     if any(tier.holds(key) for tier in self._tiers):  # it came meanwhile

@@ -163,9 +163,12 @@ class Spaces:
         if number == 0 or self._index.space_bytes(number)[0]:
             return
         space = self._spaces[number]
-        for numbers in self._of.values():
-            numbers.discard(number)
-        self._of = {tenant: numbers for tenant, numbers in self._of.items() if numbers}
+        tenant = self._tenants.of(space)
+        numbers = self._numbers_of(tenant)
+        numbers.discard(number)
+        if not numbers:
+            self._of.pop(tenant, None)
+            self._orders.pop(tenant, None)
         del self._numbers[space]
         self._unused.append(number)
         self._tenants.leave(space)

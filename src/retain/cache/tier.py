@@ -57,6 +57,7 @@ class Tier:
         self.kind = store.kind
         self.store = store
         self.shared = store if isinstance(store, Shared) else None
+        self._deletes_many = store if isinstance(store, DeletesMany) else None
         self.bounded = capacity is not None
         self.capacity = MAX_BYTES if capacity is None else capacity
         self.codec = codec
@@ -211,7 +212,8 @@ class Tier:
             slot = self._insert(name, number, header.parent, size, 0.0, self.ttl(number))
             if ttl is not None:
                 self.ages.shorten(slot, ttl)
-        if header.first:
+            follows = header.first == 0 or self.index.same_key(header.parent)
+        if not follows:
             self.gaps.suspect(header.parent)
         return slot
 
@@ -289,8 +291,8 @@ class Tier:
         is counted, and reads as not.
         """
         try:
-            if isinstance(self.store, DeletesMany):
-                return self.store.delete_many(names)
+            if self._deletes_many is not None:
+                return self._deletes_many.delete_many(names)
             return [self.store.delete(name) for name in names]
         except Exception as error:
             self._ledger.failure(f"an object could not be deleted from {self.name}", error)

@@ -13,6 +13,9 @@ FLIGHT_SECONDS = 60.0
 """How long a request waits for another that computes the same prefix, where nothing predicts how long that
 takes."""
 
+LOOK_SECONDS = 0.25
+"""How often a request that waits looks whether it was cancelled."""
+
 
 def join_flight(
     cache: BlockCache, spec: ModelSpec, keys: Chain, cancelled: Callable[[], bool]
@@ -28,10 +31,14 @@ def join_flight(
             if not missing:
                 return None
             if deadline is None:
-                expected = cache.planner.prefill_seconds(spec, 0, int(keys.tokens.size))
-                deadline = time.monotonic() + (FLIGHT_SECONDS if expected is None else 2 * expected + 1)
+                # No longer than computing what is missing would take.
+                first = missing[0] * keys.block_tokens
+                expected = cache.planner.prefill_seconds(spec, first, int(keys.tokens.size) - first)
+                wait = FLIGHT_SECONDS if expected is None else expected + LOOK_SECONDS
+                deadline = time.monotonic() + wait
             left = max(0.0, deadline - time.monotonic())
-            flight = cache.flight(keys.keys[missing[0]], min(0.25, left))
+            # Another variant's blocks would be of no use here: its flights are others.
+            flight = cache.flight(keys.keys[missing[0]] + spec.variant, min(LOOK_SECONDS, left))
             if flight.leader:
                 return flight
             if left == 0:
