@@ -29,8 +29,8 @@ LEVELS = (
         "models",
     ),
     # A block calls codecs, which know nothing of blocks; both name the buffers that stores take.
-    ("header", "codecs", "stores.base", "block", "lower"),
-    ("stores", "address", "config"),
+    ("header", "codecs", "stores.base", "block", "lower", "dtypes"),
+    ("stores", "address", "config", "handshake"),
     ("cache",),
     ("daemon", ""),
     ("testing", "engines", "reuse", "insight", "edit", "profile"),

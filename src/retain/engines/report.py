@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 class Report:
     """Counts are tokens, times are seconds.
 
-    `reused` is by tier; `found` is what the cache had before the planner shortened it. `computed` counts
-    prompt tokens that the model ran, `generated` the tokens it answered. `written` grows while blocks are
-    stored in the background and is final once `Engine.settle()` has returned. `lost` is what is kept of an
-    earlier answer behind the point where this prompt renders it differently. `fidelity` is what
-    the answer's KV inherits from what was reused. `bypass` says why the cache was not asked, if it was not.
+    `reused` is by tier, and `classes` the same tokens by class: exact, kin of another variant, lossy. `found`
+    is what the cache had before the planner shortened it. `computed` counts prompt tokens that the model ran,
+    `generated` the tokens it answered. `written` grows while blocks are stored in the background and is final
+    once `Engine.settle()` has returned. `lost` is what is kept of an earlier answer behind the point where
+    this prompt renders it differently. `fidelity` is what the answer's KV inherits from what was reused.
+    `bypass` says why the cache was not asked, if it was not.
     """
 
     prompt_tokens: int = 0
     reused: dict[str, int] = field(default_factory=dict)
+    classes: dict[str, int] = field(default_factory=dict)
     found: int = 0
     computed: int = 0
     generated: int = 0

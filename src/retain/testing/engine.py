@@ -84,7 +84,7 @@ class EngineConformance:
 
     def prompt(self, length: int, seed: int) -> list[int]:
         """Random token ids."""
-        return np.random.default_rng(seed).integers(2, self.vocabulary, length).tolist()
+        return [int(each) for each in np.random.default_rng(seed).integers(2, self.vocabulary, length)]
 
     def same(self, a: Logits, b: Logits) -> None:
         far = float(np.abs(a.astype(np.float64) - b).max())

@@ -12,6 +12,8 @@ from retain.cache import BlockCache
 from retain.engines.report import Report
 from retain.engines.wishes import Sampling, Step
 from retain.errors import UnsupportedInput
+from retain.fidelity import checked
+from retain.handshake import Peer
 from retain.identity import Chain, Tokens, as_tokens, chain, salt_of, space_of
 from retain.model import ModelSpec
 from retain.models import Source, find
@@ -31,11 +33,15 @@ def attach(
     tokenizer: Any = None,
     tenant: str | None = None,
     store_generated: bool = True,
+    fidelity: str = "kin",
+    peers: Sequence[Peer] | None = None,
 ) -> Engine:
     """Load a GGUF file in llama.cpp and join it with a cache.
 
     The form of its KV is tried before the first request. `tenant` separates what is kept from that of other
-    tenants; `store_generated` False keeps prompts only. Raises UnsupportedModel, naming what cannot be kept.
+    tenants; `store_generated` False keeps prompts only. `fidelity` is the lowest that requests accept which
+    name none themselves (retain.fidelity); `peers` are the other variants whose KV it may take, by default
+    those of the handshakes on record. Raises UnsupportedModel, naming what cannot be kept.
     """
     host = Host(find(model) if isinstance(model, str) else model, settings or Settings())
     try:
@@ -43,7 +49,8 @@ def attach(
     except BaseException:
         host.close()
         raise
-    return Engine(host, Requests(host, cache, store_generated=store_generated), tokenizer, cache, tenant)
+    requests = Requests(host, cache, store_generated=store_generated, peers=peers)
+    return Engine(host, requests, tokenizer, cache, tenant, checked(fidelity))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +95,19 @@ class Engine:
     by step, others wait."""
 
     def __init__(
-        self, host: Host, requests: Requests, tokenizer: Any, cache: BlockCache, tenant: str | None
+        self,
+        host: Host,
+        requests: Requests,
+        tokenizer: Any,
+        cache: BlockCache,
+        tenant: str | None,
+        fidelity: str,
     ) -> None:
         self.host = host
         self.tokenizer = tokenizer
         self.cache = cache
         self.tenant = tenant
+        self.fidelity = fidelity
         self._requests = requests
 
     @property
@@ -119,18 +133,20 @@ class Engine:
         *,
         salt: str | None = None,
         tenant: str | None = None,
+        fidelity: str | None = None,
         stop: Collection[int] | None = None,
         cancelled: Callable[[], bool] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> Generation:
         """Answer a prompt token by token. The work is done where the result is iterated, as it is iterated.
 
-        `stop` are the token ids that end the answer, those of the model by default. `cancelled` ends the
-        answer within a piece of the prefill or a step of the decode; what was completed is kept. `progress`
-        is told the share of the prefill that is done. Raises UnsupportedInput.
+        `fidelity` is the lowest that is accepted of what is kept. `stop` are the token ids that end the
+        answer, those of the model by default. `cancelled` ends the answer within a piece of the prefill or a
+        step of the decode; what was completed is kept. `progress` is told the share of the prefill that is
+        done. Raises UnsupportedInput.
         """
         report = Report()
-        request = self._request(tokens, 1, report, tenant, salt, cancelled, progress)
+        request = self._request(tokens, 1, report, tenant, salt, fidelity, cancelled, progress)
         return Generation(self._steps(request, sampling or Sampling(), stop), report)
 
     def forward(
@@ -140,11 +156,12 @@ class Engine:
         logits_to_keep: int = 1,
         salt: str | None = None,
         tenant: str | None = None,
+        fidelity: str | None = None,
     ) -> Forward:
         """The logits of a prompt's last tokens; those are computed, whatever is kept. Raises
         UnsupportedInput."""
         report = Report()
-        request = self._request(tokens, logits_to_keep, report, tenant, salt, None, None)
+        request = self._request(tokens, logits_to_keep, report, tenant, salt, fidelity, None, None)
         with self._requests.serve(request) as session:
             if session is None:
                 raise RuntimeError("a call that nobody cancels was cancelled")
@@ -176,6 +193,7 @@ class Engine:
         report: Report,
         tenant: str | None,
         salt: str | None,
+        fidelity: str | None,
         cancelled: Callable[[], bool] | None,
         progress: Callable[[float], None] | None,
     ) -> Request:
@@ -190,6 +208,7 @@ class Engine:
             tokens=ids,
             salt=self._salt(tenant, salt),
             usable=int(ids.size) - computed,
+            fidelity=self.fidelity if fidelity is None else checked(fidelity),
             cancelled=cancelled or _never,
             progress=progress or _ignore,
             report=report,

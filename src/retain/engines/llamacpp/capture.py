@@ -38,9 +38,10 @@ class Recorder:
         sequence: int,
         kept: int,
         partial: tuple[Block, int] | None,
+        inherits: tuple[str, bytes | None],
     ) -> None:
         """`partial` is the last kept block and how many of its first tokens were used, where that is not all
-        of a block."""
+        of a block; `inherits` are fidelity and lineage of what is computed behind the kept tokens."""
         self._writer = writer
         self._cache = cache
         self._host = host
@@ -48,6 +49,7 @@ class Recorder:
         self._report = report
         self._sequence = sequence
         self._kept = kept
+        self._inherits = inherits
         self._next = kept // chain.block_tokens
         self._parent = chain.parent(self._next)
         self._held = kept
@@ -111,6 +113,8 @@ class Recorder:
             parent=self._parent,
             tokens=ids,
             first=first,
+            fidelity=self._inherits[0],
+            lineage=self._inherits[1],
             producer=PRODUCER,
         )
         if count == self._chain.block_tokens:

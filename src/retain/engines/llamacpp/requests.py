@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,12 +11,15 @@ from retain.block import Block
 from retain.cache import BlockCache, Flight, Query
 from retain.engines.answers import Answers
 from retain.engines.joining import join_flight
+from retain.engines.kinship import Peers, load, search
 from retain.engines.report import Report
 from retain.engines.writing import Writer
 from retain.errors import UnsupportedInput
+from retain.fidelity import inherited
+from retain.handshake import Peer
 from retain.identity import Chain, Tokens, as_tokens, chain, space_of
 
-from .capture import Recorder
+from .capture import PRODUCER, Recorder
 from .host import Host
 from .native import Logits
 
@@ -30,12 +33,13 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the model. At most `usable` of the prompt's tokens are taken from the cache; `began`
-    is on the clock of perf_counter."""
+    """What is asked of the model. At most `usable` of the prompt's tokens are taken from the cache, of
+    `fidelity` at the lowest; `began` is on the clock of perf_counter."""
 
     tokens: Tokens
     salt: bytes | None
     usable: int
+    fidelity: str
     cancelled: Callable[[], bool]
     progress: Callable[[float], None]
     report: Report
@@ -58,13 +62,26 @@ class Session:
     tokens: list[int]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a sequence was filled with: how many tokens, the last block with how much of it was used where
+    that is not a whole one, and what is inherited by what is computed behind."""
+
+    tokens: int
+    partial: tuple[Block, int] | None
+    inherits: tuple[str, bytes | None]
+
+
 class Requests:
     """Serves requests. Whatever goes wrong with the cache, the prompt is computed."""
 
-    def __init__(self, host: Host, cache: BlockCache, *, store_generated: bool) -> None:
+    def __init__(
+        self, host: Host, cache: BlockCache, *, store_generated: bool, peers: Sequence[Peer] | None
+    ) -> None:
         self._host = host
         self._cache = cache
         self._store_generated = store_generated
+        self._peers = Peers(PRODUCER, peers)
         self._writer = Writer(cache)
         self._answers = Answers()
 
@@ -151,39 +168,52 @@ class Requests:
     def _open(self, request: Request, keys: Chain, sequence: int, flight: Flight | None) -> Session:
         report = request.report
         self._writer.settle(SETTLE_SECONDS, keys)
-        start, partial = 0, None
+        kept = Kept(0, None, ("exact", None))
         try:
-            start, partial = self._load(request, keys, sequence)
+            kept = self._load(request, keys, sequence)
         except Exception as error:
-            report.reused = {}
+            report.reused, report.classes = {}, {}
             self._cache.failure("kept KV could not be used", f"{type(error).__name__}: {error}")
         report.lost = self._answers.lost(keys)
-        recorder = Recorder(self._writer, self._cache, self._host, keys, report, sequence, start, partial)
-        return Session(sequence, keys, request, start, recorder, flight, request.tokens.tolist())
+        report.fidelity = kept.inherits[0]
+        recorder = Recorder(
+            self._writer,
+            self._cache,
+            self._host,
+            keys,
+            report,
+            sequence,
+            kept.tokens,
+            kept.partial,
+            kept.inherits,
+        )  # fmt: skip
+        return Session(sequence, keys, request, kept.tokens, recorder, flight, request.tokens.tolist())
 
-    def _load(self, request: Request, keys: Chain, sequence: int) -> tuple[int, tuple[Block, int] | None]:
-        """Fill the sequence with the kept prefix: how many tokens, and the last block with how much of it was
-        used."""
-        report = request.report
+    def _load(self, request: Request, keys: Chain, sequence: int) -> Kept:
+        """Fill the sequence with the kept prefix."""
+        report, spec = request.report, self._host.spec
         start = time.perf_counter()
-        hit = self._cache.lookup(Query(keys, self._host.spec, limit=request.usable))
+        query = Query(keys, spec, fidelity=request.fidelity, limit=request.usable)
+        hit = search(self._cache, query, self._peers.of(spec))
         report.found = hit.found
         report.lookup_seconds = time.perf_counter() - start
         if not hit.tokens:
             hit.release()
-            return 0, None
-        with self._cache.load(hit) as loaded:
+            return Kept(0, None, ("exact", None))
+        with load(self._cache, hit) as loaded:
             if not loaded.tokens:
-                return 0, None
+                return Kept(0, None, ("exact", None))
             self._host.restore(sequence, loaded.blocks, loaded.lengths)
             report.reused = dict(loaded.tokens_by_tier)
+            report.classes = dict(loaded.tokens_by_class)
             report.load_seconds = time.perf_counter() - start - report.lookup_seconds
-            block, used = loaded.blocks[-1], loaded.lengths[-1]
+            inherits = inherited(block.header for block in loaded.blocks)
             if loaded.tokens % keys.block_tokens == 0:
-                return loaded.tokens, None
+                return Kept(loaded.tokens, None, inherits)
             # Its lease ends here: what the recorder needs of it is copied.
+            block, used = loaded.blocks[-1], loaded.lengths[-1]
             held = {name: array[:, :, :used].copy() for name, array in block.arrays.items()}
-            return loaded.tokens, (Block(block.header, block.tokens, held), used)
+            return Kept(loaded.tokens, (Block(block.header, block.tokens, held), used), inherits)
 
     def _record(self, session: Session, computed: int, *, all_of_it: bool = False) -> None:
         if session.recorder is not None:

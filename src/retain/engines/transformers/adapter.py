@@ -19,6 +19,7 @@ from retain.engines.report import Report
 from retain.engines.wishes import Sampling, Step
 from retain.errors import UnsupportedInput
 from retain.fidelity import checked
+from retain.handshake import Peer
 from retain.identity import Chain, Tokens, as_tokens, chain, salt_of, space_of
 from retain.model import ModelSpec
 
@@ -52,7 +53,8 @@ def attach(
     store_generated: bool = True,
     tails: bool = True,
     audit: float = 0.0,
-    fidelity: str = "exact",
+    fidelity: str = "kin",
+    peers: Sequence[Peer] | None = None,
     spec: ModelSpec | None = None,
 ) -> Engine:
     """Join a transformers model and a cache. The model itself is not changed.
@@ -60,6 +62,7 @@ def attach(
     `tenant` separates what is kept from that of other tenants. `store_generated` False keeps prompts only,
     `tails` False whole blocks only. `audit` is the share of hits that is computed again when idle, and
     compared. `fidelity` is the lowest that requests accept which name none themselves (retain.fidelity).
+    `peers` are the other variants whose KV it may take, by default those of the handshakes on record.
     `spec` saves the digest of the weights where it is known. Raises UnsupportedModel, naming what cannot be
     kept.
     """
@@ -68,7 +71,7 @@ def attach(
     if not 0 <= audit <= 1:
         raise ValueError(f"audit is a share of hits between 0 and 1, got {audit}")
     host = Host(model, spec)
-    requests = Requests(host, cache, store_generated=store_generated, tails=tails, audit=audit)
+    requests = Requests(host, cache, store_generated=store_generated, tails=tails, audit=audit, peers=peers)
     return Engine(host, requests, tokenizer, cache, tenant, checked(fidelity))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import transformers
 from transformers.cache_utils import Cache as EngineCache
 
 from retain.block import make_header
@@ -17,7 +18,7 @@ from retain.identity import TAIL_TOKENS, Chain, Tokens, as_tokens
 from .geometry import Geometry, Views
 from .layers import layers_of
 
-PRODUCER = "retain-transformers/0.1"
+PRODUCER = f"retain-transformers/0.1 transformers/{transformers.__version__}"
 
 
 class Recorder:

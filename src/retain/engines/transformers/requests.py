@@ -18,14 +18,16 @@ from transformers.cache_utils import DynamicCache
 from retain.cache import BlockCache, Flight, Query
 from retain.engines.answers import Answers
 from retain.engines.joining import join_flight
+from retain.engines.kinship import Peers, load, search
 from retain.engines.report import Report
 from retain.engines.writing import Writer
 from retain.errors import UnsupportedInput
 from retain.fidelity import inherited
+from retain.handshake import Peer
 from retain.identity import Chain, Tokens, as_tokens, chain, space_of
 
 from .audit import Auditor
-from .capture import Recorder
+from .capture import PRODUCER, Recorder
 from .host import Host
 from .layers import ROOM_TOKENS, computed_tokens, rows_of
 from .session import Reused, Session, Shared, Watcher
@@ -56,13 +58,21 @@ class Requests:
     """Serves one request at a time. Whatever goes wrong with the cache, the prompt is computed."""
 
     def __init__(
-        self, host: Host, cache: BlockCache, *, store_generated: bool, tails: bool, audit: float
+        self,
+        host: Host,
+        cache: BlockCache,
+        *,
+        store_generated: bool,
+        tails: bool,
+        audit: float,
+        peers: Sequence[Peer] | None,
     ) -> None:
         self._host = host
         self._cache = cache
         self._store_generated = store_generated
         self._tails = tails
         self._audit = audit
+        self._peers = Peers(PRODUCER, peers)
         self._writer = Writer(cache)
         self._auditor = Auditor(cache, host)
         self._answers = Answers()
@@ -211,13 +221,14 @@ class Requests:
         """A cache with the kept prefix in it, and where that came from; None where there is none."""
         host, report = self._host, request.report
         start = time.perf_counter()
-        hit = self._cache.lookup(Query(keys, host.spec, fidelity=request.fidelity, limit=request.usable))
+        query = Query(keys, host.spec, fidelity=request.fidelity, limit=request.usable)
+        hit = search(self._cache, query, self._peers.of(host.spec))
         report.found = hit.found
         report.lookup_seconds = time.perf_counter() - start
         if not hit.tokens:
             hit.release()
             return None, ()
-        with self._cache.load(hit) as loaded:
+        with load(self._cache, hit) as loaded:
             if not loaded.tokens:
                 return None, ()
             cache = host.empty_cache(request.room + ROOM_TOKENS, request.watcher)
@@ -231,6 +242,7 @@ class Requests:
                 workers=self._restorers,
             )
             report.reused = dict(loaded.tokens_by_tier)
+            report.classes = dict(loaded.tokens_by_class)
             firsts = np.cumsum([0, *loaded.lengths]).tolist()
             reused = tuple(
                 Reused(
@@ -254,7 +266,8 @@ class Requests:
                 self._answers.remember(session.chain, as_tokens(session.tokens[:computed]))
         except Exception as error:
             self._cache.failure("computed KV could not be stored", f"{type(error).__name__}: {error}")
-        if session.reused and session.rows and random.random() < self._audit:
+        own = session.report.fidelity in ("exact", "lossy")  # another variant's KV is as far off as it is
+        if session.reused and session.rows and own and random.random() < self._audit:
             self._auditor.offer(session)
         self._writer.submit(session.chain, lambda: _end(session))
 
