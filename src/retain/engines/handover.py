@@ -8,16 +8,20 @@ briefly. What has not come by then is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from retain.cache import Planner
-from retain.identity import TAIL_TOKENS
+from retain.cache import BlockCache, Planner, Query
+from retain.identity import TAIL_TOKENS, Chain
 from retain.model import ModelSpec
 
 WAIT_SECONDS = 2.0
 """How long promised tokens are waited for where computing them is not predicted to take longer. An engine in
 another process stores a prompt within milliseconds, on a machine without a free core within tenths."""
+
+LOOK_SECONDS = 0.01
+"""How often is looked for them."""
 
 
 def asked(params: object) -> bool:
@@ -42,6 +46,28 @@ def promised(params: object) -> int:
 def findable(tokens: int) -> int:
     """How many of so many kept first tokens a lookup finds at least: a tail counts from 16 tokens on."""
     return tokens - tokens % TAIL_TOKENS
+
+
+def wait(
+    cache: BlockCache, spec: ModelSpec, chain: Chain, promised: int, cancelled: Callable[[], bool]
+) -> None:
+    """Wait until a prompt's promised tokens are kept, whatever variant computed them, but not for long.
+
+    What fails is counted, never raised.
+    """
+    wanted = findable(min(promised, int(chain.tokens.size) - 1))
+    until = time.monotonic() + patience(cache.planner, spec, promised)
+    try:
+        while not cancelled() and time.monotonic() < until:
+            near = cache.nearest(chain)
+            if near is not None and near.common >= wanted:
+                return
+            with cache.lookup(Query(chain, spec, limit=wanted), plan=False) as hit:  # asks shared tiers too
+                if hit.found >= wanted:
+                    return
+            time.sleep(LOOK_SECONDS)
+    except Exception as error:
+        cache.failure("promised tokens could not be waited for", f"{type(error).__name__}: {error}")
 
 
 def patience(planner: Planner, spec: ModelSpec, tokens: int) -> float:

@@ -25,6 +25,8 @@ class Account:
     ttft_seconds: float | None
     miss: Miss | None
     ignored: tuple[str, ...] = ()
+    transfer: Json | None = None
+    """`kv_transfer_params` for the server that goes on from this prompt, where one was announced."""
 
     @property
     def usage(self) -> Json:
@@ -59,6 +61,7 @@ class Account:
             "queued_seconds": _rounded(self.queued_seconds),
             "load_seconds": _rounded(report.load_seconds),
             "saved_seconds": _rounded(report.saved_seconds),
+            "fidelity": report.fidelity,
             "written_tokens": report.written,
             "lost_tokens": report.lost,
             "miss": None if self.miss is None else asdict(self.miss),
@@ -100,7 +103,10 @@ class Form:
             choice["logprobs"] = _text_logprobs(piece.chosen)
         choice["finish_reason"] = account.ending.reason
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._frame(kind), "choices": [choice], "usage": account.usage, "retain": account.retain}
+        told = {**self._frame(kind), "choices": [choice], "usage": account.usage, "retain": account.retain}
+        if account.transfer is not None:
+            told["kv_transfer_params"] = account.transfer
+        return told
 
     def opening(self) -> Json:
         """The first chunk of a chat: the role."""

@@ -40,7 +40,8 @@ class Report:
     """What a run read, computed and kept: the prompt's tokens by tier and computed, tokens newly written.
 
     `found` is what the cache had before the planner shortened it; `saved_seconds` what reading took less than
-    computing would have, where that can be told. `lost` counts kept tokens of an earlier answer that this
+    computing would have, where that can be told. `fidelity` is what the answer's KV inherits from what was read
+    (see retain.fidelity). `lost` counts kept tokens of an earlier answer that this
     prompt renders differently.
     """
 
@@ -50,6 +51,7 @@ class Report:
     written: int = 0
     load_seconds: float = 0.0
     saved_seconds: float | None = None
+    fidelity: str = "exact"
     lost: int = 0
 
     @property
@@ -90,10 +92,12 @@ class Engine(Protocol):
         *,
         tenant: str | None,
         cache_salt: str | None,
+        fidelity: str | None,
         cancelled: Callable[[], bool],
         progress: Callable[[float], None],
     ) -> Run:
-        """Start a generation in the space of the tenant and salt.
+        """Start a generation in the space of the tenant and salt, on kept KV of `fidelity` at the lowest; None
+        takes what the engine was opened with.
 
         `cancelled` is asked often, and `progress` told the share of the prefill that is done.
         """

@@ -67,6 +67,7 @@ def generate(
     *,
     tenant: str | None,
     cache_salt: str | None,
+    fidelity: str | None,
     cancelled: Callable[[], bool],
     progress: Callable[[float], None],
 ) -> Iterator[Piece | Ending]:
@@ -81,6 +82,7 @@ def generate(
         wish.sampling,
         tenant=tenant,
         cache_salt=cache_salt,
+        fidelity=fidelity,
         cancelled=cancelled,
         progress=progress,
     )

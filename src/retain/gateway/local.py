@@ -30,6 +30,7 @@ def open_engine(
     *,
     policy: str,
     audit: float,
+    fidelity: str,
     dtype: str | None,
 ) -> Opened:
     """Load a model in `engine` and open the cache that it works on. `dtype` None is the engine's own choice.
@@ -41,18 +42,22 @@ def open_engine(
         raise ConfigError(f"no engine {engine!r} serves a model here; known are {', '.join(ENGINES)}")
     cache = retain.open(*tiers, policy=policy)
     try:
-        return opener(model, cache, audit, dtype), cache
+        return opener(model, cache, audit, fidelity, dtype), cache
     except BaseException:
         cache.close()
         raise
 
 
-def _transformers(model: Source, cache: BlockCache, audit: float, dtype: str | None) -> LocalEngine:
+def _transformers(
+    model: Source, cache: BlockCache, audit: float, fidelity: str, dtype: str | None
+) -> LocalEngine:
     from retain.engines import transformers
     from retain.engines.transformers.loading import load
 
     loaded = load(model, dtype or "float32")
-    engine = transformers.attach(loaded.model, loaded.tokenizer, cache, audit=audit, spec=loaded.spec)
+    engine = transformers.attach(
+        loaded.model, loaded.tokenizer, cache, audit=audit, fidelity=fidelity, spec=loaded.spec
+    )
     config = engine.model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
     if not isinstance(context, int):
@@ -62,18 +67,20 @@ def _transformers(model: Source, cache: BlockCache, audit: float, dtype: str | N
     return LocalEngine(engine, context)
 
 
-def _llamacpp(model: Source, cache: BlockCache, audit: float, dtype: str | None) -> LocalEngine:
+def _llamacpp(
+    model: Source, cache: BlockCache, audit: float, fidelity: str, dtype: str | None
+) -> LocalEngine:
     from retain.engines import llamacpp
     from retain.engines.transformers.loading import load_tokenizer
 
     if audit:
         raise ConfigError("the llama.cpp engine has no audit; serve with audit 0, or with transformers")
     settings = llamacpp.Settings(dtype=dtype or "float16")
-    engine = llamacpp.attach(model, cache, settings, tokenizer=load_tokenizer(model))
+    engine = llamacpp.attach(model, cache, settings, tokenizer=load_tokenizer(model), fidelity=fidelity)
     return LocalEngine(engine, engine.context)
 
 
-ENGINES: Mapping[str, Callable[[Source, BlockCache, float, str | None], LocalEngine]] = {
+ENGINES: Mapping[str, Callable[[Source, BlockCache, float, str, str | None], LocalEngine]] = {
     "transformers": _transformers,
     "llamacpp": _llamacpp,
 }
@@ -113,6 +120,7 @@ class InProcess(Protocol):
         *,
         salt: str | None = None,
         tenant: str | None = None,
+        fidelity: str | None = None,
         cancelled: Callable[[], bool] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> Generation: ...
@@ -147,6 +155,7 @@ class LocalEngine:
         *,
         tenant: str | None,
         cache_salt: str | None,
+        fidelity: str | None,
         cancelled: Callable[[], bool],
         progress: Callable[[float], None],
     ) -> LocalRun:
@@ -158,7 +167,13 @@ class LocalEngine:
             top_logprobs=sampling.top_logprobs,
         )
         generation = self._engine.stream(
-            tokens, chosen, tenant=tenant, salt=cache_salt, cancelled=cancelled, progress=progress
+            tokens,
+            chosen,
+            tenant=tenant,
+            salt=cache_salt,
+            fidelity=fidelity,
+            cancelled=cancelled,
+            progress=progress,
         )
         return LocalRun(self._engine, generation)
 
@@ -190,6 +205,7 @@ class LocalRun:
             written=told.written,
             load_seconds=told.lookup_seconds + told.load_seconds,
             saved_seconds=self._saved_seconds(told),
+            fidelity=told.fidelity,
             lost=told.lost,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from retain.fidelity import ACCEPTABLE
 from retain.gateway.refusal import Refusal
 
 MAX_STOPS = 16
@@ -23,7 +24,8 @@ class Ask:
     """A request that is understood: the prompt in one of three forms, and how to answer.
 
     Exactly one of `messages`, `text` and `tokens` is set. `top_logprobs` None means that no log probabilities
-    are wanted. `ignored` names the fields that were given and have no meaning here.
+    are wanted. `fidelity` is the lowest accepted of kept KV, None the server's. `transfer` is vLLM's `kv_transfer_params`: see retain.engines.handover. `ignored` names the
+    fields that were given and have no meaning here.
     """
 
     model: str
@@ -40,6 +42,8 @@ class Ask:
     stream: bool = False
     include_usage: bool = False
     cache_salt: str | None = None
+    fidelity: str | None = None
+    transfer: Json | None = None
     ignored: tuple[str, ...] = ()
 
     @property
@@ -62,6 +66,8 @@ class _Common(msgspec.Struct):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cache_salt: str | None = None
+    fidelity: str | None = None
+    kv_transfer_params: Json | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -237,6 +243,12 @@ def _ask(given: Any, unknown: tuple[str, ...], **rest: Any) -> Ask:
             f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters, got {len(salt)}",
             param="cache_salt",
         )
+    if given.fidelity is not None and given.fidelity not in ACCEPTABLE:
+        raise Refusal(
+            400,
+            f"fidelity must be one of {', '.join(ACCEPTABLE)}, got {given.fidelity!r}",
+            param="fidelity",
+        )
     return Ask(
         model=given.model,
         temperature=0.0 if greedy else 1.0 if temperature is None else float(temperature),
@@ -246,6 +258,8 @@ def _ask(given: Any, unknown: tuple[str, ...], **rest: Any) -> Ask:
         stream=bool(given.stream),
         include_usage=bool(given.stream_options and given.stream_options.include_usage),
         cache_salt=salt,
+        fidelity=given.fidelity,
+        transfer=given.kv_transfer_params,
         ignored=unknown,
         **rest,
     )

@@ -19,6 +19,7 @@ from retain import DAEMON
 from retain.address import TierAddress
 from retain.cache import BlockCache
 from retain.errors import ConfigError
+from retain.fidelity import checked
 from retain.gateway.app import application
 from retain.gateway.engine import Engine
 from retain.gateway.service import Service
@@ -46,6 +47,7 @@ def run_server(
     policy: str = "reuse-leaf",
     daemon: bool = False,
     audit: float = 0.0,
+    fidelity: str = "kin",
     engine: str = "transformers",
     dtype: str | None = None,
     max_queue: int = 64,
@@ -59,7 +61,8 @@ def run_server(
     `engine` is transformers or llamacpp, `dtype` that of its KV, by default float32 and float16. With
     `daemon` the node's daemon keeps the cache, started if need be; else this process does. `api_keys`
     are texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the model's name
-    in the API, by default that of its directory or file. `grace` is how many seconds running requests have to
+    in the API, by default that of its directory or file. `fidelity` is the lowest accepted of kept KV by
+    requests that name none themselves. `grace` is how many seconds running requests have to
     finish when the server is stopped. Raises ConfigError and the errors of loading the model.
     """
     keys = read_api_keys(api_keys, api_key_file)
@@ -71,7 +74,13 @@ def run_server(
         from retain.gateway.local import open_engine
 
         return open_engine(
-            engine, source, (DAEMON, *tiers) if daemon else tiers, policy=policy, audit=audit, dtype=dtype
+            engine,
+            source,
+            (DAEMON, *tiers) if daemon else tiers,
+            policy=policy,
+            audit=audit,
+            fidelity=checked(fidelity),
+            dtype=dtype,
         )
 
     name = served_name or (model.lower() if model.lower() in PACKAGED else source.name)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from retain.cache import BlockCache, Stats
+from retain.engines import handover
 from retain.errors import UnsupportedInput
 from retain.gateway.answers import Account
 from retain.gateway.engine import Engine, Report, Sampling
@@ -208,6 +209,7 @@ class Service:
         loaded = self.loaded
         length = int(prompt.tokens.size)
         try:
+            self._await_promised(loaded, job, ask, tenant, prompt)
             kept = self._nearest(loaded, prompt, tenant, ask)
             progress = _Progress(length)
             for event in generate(
@@ -217,6 +219,7 @@ class Service:
                 wish,
                 tenant=tenant.name,
                 cache_salt=ask.cache_salt,
+                fidelity=ask.fidelity,
                 cancelled=lambda: job.cancelled,
                 progress=progress,
             ):
@@ -237,6 +240,12 @@ class Service:
             job.emit(
                 Refusal(500, "The server had an error while processing your request.", code="internal_error")
             )
+
+    def _await_promised(self, loaded: Loaded, job: Job, ask: Ask, tenant: Tenant, prompt: Prompt) -> None:
+        """Wait briefly for what another server that prefilled this prompt is still storing."""
+        if promised := handover.promised(ask.transfer):
+            chain = loaded.engine.chain(prompt.tokens, tenant.name, ask.cache_salt)
+            handover.wait(loaded.cache, loaded.engine.spec, chain, promised, lambda: job.cancelled)
 
     def _nearest(self, loaded: Loaded, prompt: Prompt, tenant: Tenant, ask: Ask) -> Kept | None:
         """The kept prompt that an explanation compares with. Asked before this prompt is kept itself."""
@@ -273,6 +282,7 @@ class Service:
                 log.exception("a miss could not be explained; the request goes on without")
         began = job.started or arrived
         first = ending.first_token_seconds
+        kept_tokens = handover.findable(min(int(prompt.tokens.size), report.reused + report.written))
         return Account(
             prompt_tokens=int(prompt.tokens.size),
             ending=ending,
@@ -280,6 +290,7 @@ class Service:
             ttft_seconds=None if first is None else began - arrived + first,
             miss=miss,
             ignored=ask.ignored,
+            transfer=handover.promise(kept_tokens) if handover.asked(ask.transfer) and kept_tokens else None,
         )
 
     def _add(self, tenant: Tenant, account: Account) -> None:

@@ -33,9 +33,6 @@ log = logging.getLogger("vllm.retain")
 LOOK_AGAIN = 1.0
 """Seconds after which a waiting request's lookup is repeated: its prefix may have been stored meanwhile."""
 
-LOOK_SOON = 0.01
-"""The same while what another engine has promised is not all there."""
-
 SHARE_HELD = 0.25
 """The share of vLLM's blocks that running requests' saves may hold; beyond it they wait for their turn."""
 
@@ -110,7 +107,7 @@ class Scheduler:
             tracked.release()
             return 0
         awaited = handover.findable(min(wanted, tracked.awaited(self._cache.planner)))
-        stale = time.monotonic() - tracked.looked_at > (LOOK_SOON if awaited else LOOK_AGAIN)
+        stale = time.monotonic() - tracked.looked_at > (handover.LOOK_SECONDS if awaited else LOOK_AGAIN)
         if tracked.looked_for != wanted or stale:
             chain = tracked.chain()
             query = Query(chain, tracked.whose.spec, fidelity=self._settings.fidelity, limit=wanted)

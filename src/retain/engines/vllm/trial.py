@@ -25,7 +25,11 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         parameters = SamplingParams(
-            max_tokens=asked["max_tokens"], temperature=0.0, ignore_eos=True, detokenize=False
+            max_tokens=asked["max_tokens"],
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=asked.get("logprobs"),
         )
         prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
         began = time.perf_counter()
@@ -34,8 +38,14 @@ def main() -> None:
             "seconds": time.perf_counter() - began,
             "answers": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens or 0 for output in outputs],
+            "likeliest": [_likeliest(output.outputs[0].logprobs or ()) for output in outputs],
         }
         print(json.dumps(told), file=answers)
+
+
+def _likeliest(logprobs: Any) -> list[list[float]]:
+    """The log probabilities of the likeliest tokens at each place of an answer, the highest first."""
+    return [sorted((each.logprob for each in place.values()), reverse=True) for place in logprobs]
 
 
 if __name__ == "__main__":
