@@ -92,6 +92,7 @@ def _row(outcome: Outcome) -> dict[str, Value]:
         "lookups": seen.counts["lookups"],
         "blocks_checked": seen.counts["blocks"],
         "blocks_stored": seen.counts["store_stored"],
+        "failures_counted": outcome.counted,
         "worst_wait": kind,
         "worst_wait_seconds": seconds if seen.waits else None,
         "deadline_seconds": deadline if seen.waits else None,

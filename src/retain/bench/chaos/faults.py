@@ -24,20 +24,20 @@ JUMPS = (0.0, 1.0, -1.0, DAY, -DAY, 10 * YEAR, -10 * YEAR, 80 * YEAR)
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything: how often processes are killed, rounds of everything else, seconds that a
-    server hangs, and seconds of each other fault.
+    """How much of everything: how often the daemon and clients are killed and the daemon is started anew,
+    rounds of everything else, seconds that a server hangs, and seconds of each other fault.
     """
 
     kills: int
+    client_kills: int
     restarts: int
     rounds: int
     hang: float
     period: float
 
 
-FULL = Scale(kills=100, restarts=50, rounds=5, hang=30.0, period=3.0)
-QUICK = Scale(kills=5, restarts=4, rounds=1, hang=2.0, period=1.0)
-FEW = Scale(kills=2, restarts=2, rounds=1, hang=1.0, period=0.5)
+FULL = Scale(kills=100, client_kills=100, restarts=50, rounds=5, hang=30.0, period=3.0)
+QUICK = Scale(kills=2, client_kills=10, restarts=3, rounds=1, hang=2.0, period=1.0)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _rounds(scale: Scale) -> int:
 
 def _processes(bed: str) -> Iterator[Fault]:
     yield Fault(bed, "kill -9 of the daemon", lambda scale: scale.kills, _kill_daemon)
-    yield Fault(bed, "kill -9 of a client", lambda scale: scale.kills, _kill_client)
+    yield Fault(bed, "kill -9 of a client", lambda scale: scale.client_kills, _kill_client)
 
 
 def _kill_daemon(given: Round) -> None:

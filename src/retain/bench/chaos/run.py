@@ -23,8 +23,9 @@ MORE_WORDS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault. `skipped` says why nothing was done; `back` whether blocks were loaded again
-    afterwards.
+    """What came of a fault. `counted`: failures that the daemon counted, the last one where several were
+    killed; `held`: what was not given back; `back`: whether everything was in use again afterwards.
+    `skipped` says why nothing was done.
     """
 
     fault: Fault
@@ -33,6 +34,7 @@ class Outcome:
     seen: Seen
     held: Sequence[str]
     back: bool
+    counted: int = 0
     skipped: str = ""
 
     @property
@@ -70,7 +72,7 @@ def _on_bed(
         except MissingDependency as error:
             for fault in faults:
                 said(f"{fault.title}: skipped", fault.rounds(scale))
-                yield Outcome(fault, 0, 0.0, Seen(), (), True, str(error))
+                yield Outcome(fault, 0, 0.0, Seen(), (), True, skipped=str(error))
             return
         for fault in faults:
             yield _try(fault, stack, scale, random.Random(f"{seed} {fault.title}"), said)
@@ -81,19 +83,22 @@ def _try(
 ) -> Outcome:
     rounds = fault.rounds(scale)
     began = time.monotonic()
-    done = 0
+    done, counted = 0, 0
     held: list[str] = []
     back = False
     said(fault.title, 0)
     try:
         stack.crew.go()
+        daemon, before = stack.failures()
         for _ in range(rounds):
             fault.inflict(Round(stack, dice, scale))
             done += 1
             said(fault.title, 1)
         held = stack.settle()
+        last, counted = stack.failures()
+        counted -= before if last == daemon else 0
         back = stack.back_to_work()
     except (StackError, CrewError) as error:
         said(fault.title, rounds - done)
         held = [*held, str(error)]
-    return Outcome(fault, done, time.monotonic() - began, stack.crew.seen(), held, back)
+    return Outcome(fault, done, time.monotonic() - began, stack.crew.seen(), held, back, counted)

@@ -153,16 +153,27 @@ class Stack:
         return found
 
     def back_to_work(self, seconds: float = 30.0) -> bool:
-        """Whether loads give blocks again within `seconds`, now that nothing is broken any more."""
+        """Whether loads give blocks again within `seconds`, and every server is in use again, once nothing is
+        broken any more.
+        """
         self.crew.go()
         deadline = time.monotonic() + seconds
         before = self.crew.blocks
-        while self.crew.blocks == before:
+        while self.crew.blocks == before or not self._all_up():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
             self.crew.listen()
         return True
+
+    def failures(self) -> tuple[int | None, int]:
+        """The daemon that answers, and how many failures it has counted since it began."""
+        state = self.observer.state()
+        return (None, 0) if state is None else (state.pid, sum(state.failures.values()))
+
+    def _all_up(self) -> bool:
+        state = self.observer.state()
+        return state is not None and all(health.startswith("up") for health in state.health.values())
 
     def _warm(self) -> None:
         self.crew.go()
