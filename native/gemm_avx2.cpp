@@ -13,13 +13,7 @@ namespace {
 
 struct Avx2 {
     typedef float Vector __attribute__((vector_size(32)));
-    static constexpr std::size_t kProjectRows = 3, kProjectColumns = 4, kSpreadTokens = 6, kSpreadVectors = 2;
-
-    RETAIN_TARGET static inline __attribute__((always_inline)) float sum(Vector value) {
-        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
-        const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-        return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-    }
+    static constexpr std::size_t kHigh = 6, kVectors = 2;
 
     RETAIN_TARGET static inline __attribute__((always_inline)) void widen(const std::uint16_t* from, float* to,
                                                                           std::size_t count) {

@@ -13,11 +13,7 @@ namespace {
 
 struct Avx512 {
     typedef float Vector __attribute__((vector_size(64)));
-    static constexpr std::size_t kProjectRows = 4, kProjectColumns = 6, kSpreadTokens = 12, kSpreadVectors = 2;
-
-    RETAIN_TARGET static inline __attribute__((always_inline)) float sum(Vector value) {
-        return _mm512_reduce_add_ps(value);
-    }
+    static constexpr std::size_t kHigh = 12, kVectors = 2;
 
     RETAIN_TARGET static inline __attribute__((always_inline)) void widen(const std::uint16_t* from, float* to,
                                                                           std::size_t count) {

@@ -11,8 +11,8 @@
 namespace retain::gemm {
 namespace {
 
-// `Set` gives Vector (a type of kWidth floats), the sum of its numbers, widen(const uint16_t*, float*, count) and the sizes
-// of the two tiles.
+// `Set` gives Vector (a type of kWidth floats), widen(const uint16_t*, float*, count), and the tile that fits its registers:
+// kHigh broadcast numbers by kVectors vectors.
 template <typename Set>
 struct Blocks {
     using Vector = typename Set::Vector;
@@ -28,43 +28,40 @@ struct Blocks {
     RETAIN_TARGET static inline __attribute__((always_inline)) void project(const std::uint16_t* basis, std::size_t width,
                                                               const float* numbers, std::size_t stride,
                                                               std::size_t tokens, float* out) {
-        constexpr std::size_t kRows = Set::kProjectRows, kColumns = Set::kProjectColumns;
-        constexpr std::size_t kGroup = 64 / kColumns * kColumns;
-        std::vector<float> panel(kRows * stride, 0.0F);
-        for (std::size_t group = 0; group < tokens; group += kGroup) {
-            const std::size_t stop = std::min(tokens, group + kGroup);
-            for (std::size_t c = 0; c < width; c += kRows) {
-                const std::size_t rows = std::min(kRows, width - c);
-                for (std::size_t r = 0; r < rows; ++r) {
-                    Set::widen(basis + (c + r) * width, panel.data() + r * stride, width);
+        constexpr std::size_t kHigh = Set::kHigh, kWide = Set::kVectors * kWidth;
+        // Numbers are laid out anew, a panel of some tokens after the other, so that a vector holds tokens.
+        std::vector<float> packed((tokens + kWide - 1) / kWide * kWide * width, 0.0F), panel(kHigh * width, 0.0F);
+        for (std::size_t t = 0; t < tokens; ++t) {
+            float* to = packed.data() + t / kWide * kWide * width + t % kWide;
+            for (std::size_t w = 0; w < width; ++w) {
+                to[w * kWide] = numbers[t * stride + w];
+            }
+        }
+        for (std::size_t c = 0; c < width; c += kHigh) {
+            const std::size_t high = std::min(kHigh, width - c);
+            for (std::size_t h = 0; h < high; ++h) {
+                Set::widen(basis + (c + h) * width, panel.data() + h * width, width);
+            }
+            for (std::size_t t = 0; t < tokens; t += kWide) {
+                Vector sums[kHigh][Set::kVectors] = {};
+                const float* right = packed.data() + t * width;
+                for (std::size_t w = 0; w < width; ++w, right += kWide) {
+                    Vector columns[Set::kVectors];
+#pragma GCC unroll 4
+                    for (std::size_t v = 0; v < Set::kVectors; ++v) {
+                        columns[v] = load(right + v * kWidth);
+                    }
+#pragma GCC unroll 16
+                    for (std::size_t h = 0; h < kHigh; ++h) {
+#pragma GCC unroll 4
+                        for (std::size_t v = 0; v < Set::kVectors; ++v) {
+                            sums[h][v] += panel[h * width + w] * columns[v];
+                        }
+                    }
                 }
-                for (std::size_t t = group; t < stop; t += kColumns) {
-                    const std::size_t columns = std::min(kColumns, stop - t);
-                    const float* at[kColumns];
-                    for (std::size_t j = 0; j < kColumns; ++j) {
-                        at[j] = numbers + (t + std::min(j, columns - 1)) * stride;
-                    }
-                    Vector sums[kRows][kColumns] = {};
-                    for (std::size_t w = 0; w < stride; w += kWidth) {
-                        Vector right[kColumns];
-#pragma GCC unroll 8
-                        for (std::size_t j = 0; j < kColumns; ++j) {
-                            right[j] = load(at[j] + w);
-                        }
-#pragma GCC unroll 8
-                        for (std::size_t r = 0; r < kRows; ++r) {
-                            const Vector left = load(panel.data() + r * stride + w);
-#pragma GCC unroll 8
-                            for (std::size_t j = 0; j < kColumns; ++j) {
-                                sums[r][j] += left * right[j];
-                            }
-                        }
-                    }
-                    for (std::size_t r = 0; r < rows; ++r) {
-                        for (std::size_t j = 0; j < columns; ++j) {
-                            out[(c + r) * tokens + t + j] = Set::sum(sums[r][j]);
-                        }
-                    }
+                const std::size_t wide = std::min(kWide, tokens - t);
+                for (std::size_t h = 0; h < high; ++h) {
+                    std::memcpy(out + (c + h) * tokens + t, &sums[h][0], wide * sizeof(float));
                 }
             }
         }
@@ -74,7 +71,7 @@ struct Blocks {
                                                              const std::uint32_t* rows, std::size_t count,
                                                              const float* values, std::size_t tokens, float* out,
                                                              std::size_t stride) {
-        constexpr std::size_t kHigh = Set::kSpreadTokens, kWide = Set::kSpreadVectors * kWidth;
+        constexpr std::size_t kHigh = Set::kHigh, kWide = Set::kVectors * kWidth;
         constexpr std::size_t kTiles = (kTokens + kHigh - 1) / kHigh;
         std::vector<float> packed(kTiles * count * kHigh), panel(count * kWide, 0.0F);
         for (std::size_t group = 0; group < tokens; group += kTiles * kHigh) {
@@ -91,19 +88,19 @@ struct Blocks {
                     Set::widen(basis + rows[i] * width + w, panel.data() + i * kWide, wide);
                 }
                 for (std::size_t t = 0; t < inside; t += kHigh) {
-                    Vector sums[kHigh][Set::kSpreadVectors] = {};
+                    Vector sums[kHigh][Set::kVectors] = {};
                     const float* left = packed.data() + t * count;
                     const float* right = panel.data();
                     for (std::size_t i = 0; i < count; ++i, left += kHigh, right += kWide) {
-                        Vector columns[Set::kSpreadVectors];
+                        Vector columns[Set::kVectors];
 #pragma GCC unroll 4
-                        for (std::size_t v = 0; v < Set::kSpreadVectors; ++v) {
+                        for (std::size_t v = 0; v < Set::kVectors; ++v) {
                             columns[v] = load(right + v * kWidth);
                         }
 #pragma GCC unroll 16
                         for (std::size_t h = 0; h < kHigh; ++h) {
 #pragma GCC unroll 4
-                            for (std::size_t v = 0; v < Set::kSpreadVectors; ++v) {
+                            for (std::size_t v = 0; v < Set::kVectors; ++v) {
                                 sums[h][v] += left[h] * columns[v];
                             }
                         }

@@ -9,9 +9,7 @@ namespace {
 
 struct Portable {
     typedef float Vector __attribute__((vector_size(16)));
-    static constexpr std::size_t kProjectRows = 2, kProjectColumns = 4, kSpreadTokens = 4, kSpreadVectors = 2;
-
-    static float sum(Vector value) { return value[0] + value[1] + value[2] + value[3]; }
+    static constexpr std::size_t kHigh = 4, kVectors = 2;
 
     static void widen(const std::uint16_t* from, float* to, std::size_t count) {
         for (std::size_t i = 0; i < count; ++i) {

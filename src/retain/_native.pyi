@@ -175,8 +175,8 @@ class LadderTables:
     """The tables of the ladder's entropy coder (docs/codecs.md), made ready; safe from several threads.
 
     `frequencies` uint16 `[43, 128]`, `splits` uint16 `[3, 40, 4, 2]`, `first` uint8 `[4]`. `path` names the
-    code to run, one of `rans_paths()`; by default the fastest. All write the same bytes. Raises ValueError for
-    tables that cannot be coded with.
+    code to run, one of `rans_paths()`; by default the fastest. All write the same bytes. Raises ValueError
+    for tables that cannot be coded with.
     """
 
     def __init__(
@@ -215,6 +215,76 @@ class LadderTables:
 
         Raises ValueError for streams that no encoder wrote; the arrays are undefined then.
         """
+
+_Turns: TypeAlias = Sequence[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], bool] | None]
+
+def ladder_gather(
+    array: npt.NDArray[Any],
+    dtype: str,
+    turns: _Turns,
+    mean: npt.NDArray[np.float32],
+    weight: npt.NDArray[np.float32],
+    rows: npt.NDArray[np.float32],
+    at: int,
+) -> None:
+    """Write an array's numbers `[layers, heads, tokens, dim]`, turned, as (number - mean) * weight into
+    `rows[tokens, at:]`, a token a row, in order (layer, head, dim)."""
+
+def ladder_scatter(
+    array: npt.NDArray[Any],
+    dtype: str,
+    turns: _Turns,
+    mean: npt.NDArray[np.float32],
+    inverse: npt.NDArray[np.float32],
+    rows: npt.NDArray[np.float32],
+    at: int,
+) -> None:
+    """The inverse of `ladder_gather`: turned(number * inverse + mean), to the nearest finite number."""
+
+def ladder_probe(
+    array: npt.NDArray[Any],
+    dtype: str,
+    turns: _Turns,
+    probe: npt.NDArray[np.float32],
+    dots: npt.NDArray[np.float32],
+    norms: npt.NDArray[np.float32],
+) -> None:
+    """For each layer, head and token: the dot product of its numbers with the head's probe, their norm."""
+
+def ladder_project(
+    basis: npt.NDArray[np.uint16], rows: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
+) -> None:
+    """`values[component, token]` of rows padded with zeros; the basis is float16, seen as uint16."""
+
+def ladder_quantise(
+    values: npt.NDArray[np.float32],
+    scale: npt.NDArray[np.float32],
+    numbers: npt.NDArray[np.int16],
+    largest: npt.NDArray[np.float32],
+) -> None:
+    """Round values times the tokens' scale; gives each component's largest magnitude in whole numbers."""
+
+def ladder_sizes(
+    values: npt.NDArray[np.float32], share: npt.NDArray[np.float32], sizes: npt.NDArray[np.float32]
+) -> None:
+    """For each component, the sum of its magnitudes times the tokens' share."""
+
+def ladder_loudness(
+    values: npt.NDArray[np.float32],
+    components: npt.NDArray[np.uint32],
+    factors: npt.NDArray[np.float32],
+    sums: npt.NDArray[np.float32],
+) -> None:
+    """For each token, add the magnitudes of some components times their factors."""
+
+def ladder_spread(
+    basis: npt.NDArray[np.uint16],
+    numbers: npt.NDArray[np.int16],
+    scale: npt.NDArray[np.float32],
+    predicted: npt.NDArray[np.float32] | None,
+    rows: npt.NDArray[np.float32],
+) -> None:
+    """The inverse of `ladder_project` and `ladder_quantise`; `predicted` is added to leading components."""
 
 def rans_paths() -> list[str]:
     """The ways of coding that this processor can run, the fastest first."""

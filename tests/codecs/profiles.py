@@ -11,7 +11,7 @@ from retain.block import Block, array_shapes, block_of, make_header
 from retain.codecs.base import container
 from retain.codecs.ladder.learn import learn_tables
 from retain.codecs.ladder.profile import Part, Profile, Segment
-from retain.codecs.ladder.transform import from_floats, rotation_of
+from retain.codecs.ladder.transform import components, from_floats, place_of
 from retain.header import BlockHeader
 from retain.model import LayerSpec, ModelSpec, RopeSpec, layer_groups
 
@@ -122,17 +122,19 @@ def profile_like(spec: ModelSpec, joint: bool = True, sinks: int = 4, step: floa
 
 def weighted_error(profile: Profile, before: Block, after: Block) -> float:
     """The largest error of a component, in the steps of `fine` of its token's class 0."""
-    from retain.codecs.ladder.transform import components, freed, place_of
-
     place = place_of(profile, before.header.dtype, before.header.first, before.header.count)
-    plain = [freed(profile, block.arrays, place) for block in (before, after)]
     return (
         max(
-            float(np.abs(components(part, plain[0]) - components(part, plain[1])).max())
+            float(
+                np.abs(
+                    components(profile, part, before.arrays, place)
+                    - components(profile, part, after.arrays, place)
+                ).max()
+            )
             for part in profile.parts
         )
         / profile.step
     )
 
 
-__all__ = ["GEOMETRIES", "block_like", "kv_like", "profile_like", "rotation_of", "spec_of", "weighted_error"]
+__all__ = ["GEOMETRIES", "block_like", "kv_like", "profile_like", "spec_of", "weighted_error"]

@@ -10,20 +10,20 @@ import numpy.typing as npt
 from retain.codecs.base import Array
 from retain.codecs.ladder.levels import LEVELS, depth
 from retain.codecs.ladder.profile import Floats, Part, Profile
-from retain.codecs.ladder.quantise import Coded, Unencodable, dequantise, quantise
+from retain.codecs.ladder.quantise import Coded, quantise, token_steps
 from retain.codecs.ladder.transform import (
     Place,
     components,
-    freed,
     from_floats,
     place_of,
     predicted,
+    restore,
     rotation_of,
-    spread,
     step_classes,
     steps_of,
     to_floats,
 )
+from retain.codecs.ladder.work import CREW
 from retain.errors import InvalidObject
 from retain.identity import Tokens
 
@@ -53,14 +53,16 @@ def encode(
         streams[SINKS] = _sinks(arrays, place)
     if place.sinks == tokens.size:
         return streams
-    plain = freed(profile, arrays, place)
-    if not all(np.isfinite(array).all() for array in plain.values()):
-        raise Unencodable("the block holds numbers that are not finite")
-    coded = []
-    for index, part in enumerate(profile.parts):
+
+    def encoded(index: int) -> list[bytes]:
+        part = profile.parts[index]
         given = (importance or {}).get(index)
-        steps = step_classes(profile, part, plain) if given is None else steps_of(profile, part, given)
-        coded.append(_encode_part(profile, part, plain, tokens[place.sinks :], steps, level))
+        steps = (
+            step_classes(profile, part, arrays, place) if given is None else steps_of(profile, part, given)
+        )
+        return _encode_part(profile, part, arrays, tokens[place.sinks :], place, steps, level)
+
+    coded = CREW.side_by_side(encoded, range(len(profile.parts)))
     for at, name in enumerate(LEVELS[: depth(level) + 1]):
         streams.update((f"{name}.{index}", _bytes(rows[at])) for index, rows in enumerate(coded))
     return streams
@@ -91,20 +93,19 @@ def decode(
         _restore_sinks(profile, streams[SINKS], place, target, out)
     if place.sinks == tokens.size:
         return
-    plain = {
-        name: np.empty((*a.shape[:2], a.shape[2] - place.sinks, a.shape[3]), np.float32)
-        for name, a in out.items()
-    }
-    for index, part in enumerate(profile.parts):
-        rows = [streams[f"{name}.{index}"] for name in LEVELS[: depth(level) + 1]]
-        spread(part, _decode_part(profile, part, rows, tokens[place.sinks :], level), plain)
-    for name, array in out.items():
-        numbers = plain[name]
+    for name in out:
         if name.startswith("k"):
-            rotation = rotation_of(profile, name)
-            rotation.check_move(place.start, numbers.shape[2], target + place.sinks)
-            numbers = rotation.apply(numbers, target + place.sinks)
-        from_floats(numbers, dtype, array[:, :, place.sinks :])
+            rotation_of(profile, name).check_move(place.first, tokens.size, target)
+
+    def decode_part(index: int) -> None:
+        part = profile.parts[index]
+        rows = [streams[f"{name}.{index}"] for name in LEVELS[: depth(level) + 1]]
+        coded = _decoded(profile, part, rows, tokens.size - place.sinks)
+        known = predicted(profile, part, tokens[place.sinks :])
+        scale = token_steps(profile, coded.steps, level)
+        restore(profile, part, coded.numbers, scale, known, out, place, target + place.sinks)
+
+    CREW.side_by_side(decode_part, range(len(profile.parts)))
 
 
 def stream_names(profile: Profile, level: str, place: Place, count: int) -> list[str]:
@@ -120,12 +121,13 @@ def stream_names(profile: Profile, level: str, place: Place, count: int) -> list
 def _encode_part(
     profile: Profile,
     part: Part,
-    plain: Mapping[str, Floats],
+    arrays: Mapping[str, Array],
     tokens: Tokens,
+    place: Place,
     steps: npt.NDArray[np.int8],
     level: str,
 ) -> list[bytes]:
-    values = components(part, plain)
+    values = components(profile, part, arrays, place)
     known = predicted(profile, part, tokens)
     if known is not None:
         values[: known.shape[0]] -= known
@@ -135,8 +137,7 @@ def _encode_part(
     )
 
 
-def _decode_part(profile: Profile, part: Part, rows: list[Array], tokens: Tokens, level: str) -> Floats:
-    count = tokens.size
+def _decoded(profile: Profile, part: Part, rows: list[Array], count: int) -> Coded:
     coded = Coded(
         np.empty((part.width, count), np.int16),
         np.empty(part.width, np.uint8),
@@ -147,13 +148,7 @@ def _decode_part(profile: Profile, part: Part, rows: list[Array], tokens: Tokens
         profile.coder.decode(rows, coded.numbers, coded.classes, part.classes, coded.steps, coded.energy)
     except (ValueError, TypeError) as error:
         raise InvalidObject(f"the block's streams do not decode: {error}") from error
-    values = dequantise(profile, coded, level)
-    known = predicted(profile, part, tokens)
-    if known is not None:
-        used = max(values.shape[0], known.shape[0])
-        values = np.concatenate([values, np.zeros((used - values.shape[0], count), np.float32)])
-        values[: known.shape[0]] += known
-    return values
+    return coded
 
 
 def _sinks(arrays: Mapping[str, Array], place: Place) -> Array:
@@ -174,7 +169,6 @@ def _restore_sinks(
         at += part.size * array.itemsize
         if name.startswith("k") and target != place.first:
             rotation = rotation_of(profile, name)
-            rotation.check_move(place.first, place.sinks, target)
             moved = rotation.apply(rotation.remove(to_floats(kept, place.dtype), place.first), target)
             from_floats(moved, place.dtype, part)
         else:

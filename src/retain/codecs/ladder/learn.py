@@ -24,7 +24,7 @@ from retain.codecs.ladder.levels import (
 )
 from retain.codecs.ladder.profile import Floats, Part, Profile, Tables
 from retain.codecs.ladder.quantise import Coded, class_sizes, quantise
-from retain.codecs.ladder.transform import components, freed, place_of, predicted, step_classes
+from retain.codecs.ladder.transform import components, place_of, predicted, step_classes
 
 FIRST = np.array([16, 13, 10, 7], np.uint8)
 """Below these classes, a mean of 1/16 of a step, components are all zero."""
@@ -40,18 +40,17 @@ Sample = tuple[Mapping[str, Array], npt.NDArray[np.uint32], int]
 def learn_tables(profile: Profile, samples: Iterable[Sample], dtype: str) -> Profile:
     """The profile with the tables, and the classes to expect, that code the samples best.
 
-    `samples` are gone through once; their components are kept in memory meanwhile, in float16.
+    `samples` are gone through once; their components are kept in memory meanwhile.
     """
     kept: list[list[tuple[Floats, npt.NDArray[np.int8]]]] = [[] for _ in profile.parts]
     for arrays, tokens, first in samples:
         place = place_of(profile, dtype, first, tokens.size)
-        plain = freed(profile, arrays, place)
         for index, part in enumerate(profile.parts):
-            values = components(part, plain)
+            values = components(profile, part, arrays, place)
             known = predicted(profile, part, tokens[place.sinks :])
             if known is not None:
                 values[: known.shape[0]] -= known
-            kept[index].append((values, step_classes(profile, part, plain)))
+            kept[index].append((values, step_classes(profile, part, arrays, place)))
     counts = Counts()
     parts = []
     for part, rows in zip(profile.parts, kept, strict=True):

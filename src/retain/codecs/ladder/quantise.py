@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from retain import _native
 from retain.codecs.ladder.levels import (
     CLASSES,
     ENERGY_RANGE,
@@ -18,8 +19,6 @@ from retain.codecs.ladder.levels import (
 )
 from retain.codecs.ladder.profile import Floats, Part, Profile
 from retain.errors import RetainError
-
-Numbers = npt.NDArray[np.int16]
 
 _LOUD_CLASS = UNIT_CLASS - 4
 _FEWEST_LOUD = 16
@@ -35,7 +34,7 @@ class Coded:
     """A part's numbers at a level, `[components, tokens]`, the classes of its components, and the step and
     energy classes of its tokens."""
 
-    numbers: Numbers
+    numbers: npt.NDArray[np.int16]
     classes: npt.NDArray[np.uint8]
     steps: npt.NDArray[np.int8]
     energy: npt.NDArray[np.int8]
@@ -50,28 +49,23 @@ def quantise(
     first: npt.NDArray[np.uint8],
 ) -> Coded:
     """Quantise components `[width, tokens]`, to the nearest whole number of steps. Raises Unencodable."""
-    scaled = values * (step_sizes(steps) / np.float32(profile.step * multiple(level)))
-    np.rint(scaled, out=scaled)
-    largest = np.abs(scaled).max(axis=1)
+    numbers = np.empty(values.shape, np.int16)
+    largest = np.empty(part.width, np.float32)
+    scale = np.asarray(1 / token_steps(profile, steps, level), np.float32)
+    _native.ladder_quantise(values, scale, numbers, largest)
     if not np.isfinite(largest).all() or largest.max() > LARGEST * 3 ** depth(level):
         raise Unencodable(f"the block holds numbers of {largest.max()} steps of {level}")
-    sizes = np.abs(values)
-    sizes *= np.float32(1 / (profile.step * multiple(LEVELS[0])))
-    energy = _energy(sizes, part.classes)
-    classes = _classes(sizes, energy, largest, level, first)
-    return Coded(scaled.astype(np.int16), classes, steps, energy)
+    unit = np.float32(profile.step * multiple(LEVELS[0]))
+    energy = _energy(values, part.classes, unit)
+    sizes = np.empty(part.width, np.float32)
+    share = np.asarray(np.exp2(energy.astype(np.float32) / -2) / (unit * energy.size), np.float32)
+    _native.ladder_sizes(values, share, sizes)
+    return Coded(numbers, _classes(sizes, largest, level, first), steps, energy)
 
 
-def dequantise(profile: Profile, coded: Coded, level: str) -> Floats:
-    """The components that a part's numbers stand for, those behind the last that is not zero left out."""
-    used = np.flatnonzero(coded.numbers.any(axis=1))
-    count = int(used[-1]) + 1 if used.size else 0
-    return coded.numbers[:count] * (np.float32(profile.step * multiple(level)) / step_sizes(coded.steps))
-
-
-def step_sizes(steps: npt.NDArray[np.int8]) -> Floats:
-    """How many times finer each token's step is: 2 ** (steps / 2)."""
-    return np.exp2(steps.astype(np.float32) / 2)
+def token_steps(profile: Profile, steps: npt.NDArray[np.int8], level: str) -> Floats:
+    """The step of each token at a level: 2 ** (class / 2) times finer than the level's own."""
+    return np.asarray(np.float32(profile.step * multiple(level)) * np.exp2(steps.astype(np.float32) / -2))
 
 
 def class_sizes() -> Floats:
@@ -79,12 +73,14 @@ def class_sizes() -> Floats:
     return np.exp2((np.arange(CLASSES, dtype=np.float32) - UNIT_CLASS) / 2)
 
 
-def _energy(sizes: Floats, expected: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+def _energy(values: Floats, expected: npt.NDArray[np.uint8], unit: np.float32) -> npt.NDArray[np.int8]:
     """How loud each token is over the components that matter, in half-octaves above what is expected."""
     loud = np.flatnonzero(expected >= _LOUD_CLASS)
     if loud.size < _FEWEST_LOUD:
         loud = np.argsort(-expected.astype(np.int16), kind="stable")[:_FEWEST_LOUD]
-    relative = (sizes[loud] / class_sizes()[expected[loud], None]).mean(axis=0)
+    relative = np.zeros(values.shape[1], np.float32)
+    factors = np.asarray(1 / (class_sizes()[expected[loud]] * unit * loud.size), np.float32)
+    _native.ladder_loudness(values, loud.astype(np.uint32), factors, relative)
     energy: npt.NDArray[np.int8] = np.clip(
         np.rint(2 * np.log2(np.maximum(relative, _SMALLEST))), *ENERGY_RANGE
     ).astype(np.int8)
@@ -92,10 +88,9 @@ def _energy(sizes: Floats, expected: npt.NDArray[np.uint8]) -> npt.NDArray[np.in
 
 
 def _classes(
-    sizes: Floats, energy: npt.NDArray[np.int8], largest: Floats, level: str, first: npt.NDArray[np.uint8]
+    sizes: Floats, largest: Floats, level: str, first: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
-    mean = sizes @ np.exp2(-energy.astype(np.float32) / 2) / np.float32(sizes.shape[1])
-    classes = np.clip(np.rint(2 * np.log2(np.maximum(mean, _SMALLEST))) + UNIT_CLASS, 0, CLASSES - 1)
+    classes = np.clip(np.rint(2 * np.log2(np.maximum(sizes, _SMALLEST))) + UNIT_CLASS, 0, CLASSES - 1)
     # A component that is all zero at a level is cheapest below that level's first class; others must not be.
     least = np.zeros(classes.size)
     for at in range(depth(level) + 1):

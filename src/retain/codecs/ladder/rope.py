@@ -19,6 +19,7 @@ from retain.errors import UnsupportedInput, UnsupportedModel
 from retain.model import LayerSpec, RopeSpec
 
 Floats = npt.NDArray[np.float32]
+Turn = tuple[Floats, Floats, bool]
 
 
 class Rotation:
@@ -37,11 +38,11 @@ class Rotation:
 
     def remove(self, keys: Floats, first: int) -> Floats:
         """The keys of tokens at positions `first` onwards, as they were before rotation."""
-        return self._turned(keys, first, -1.0)
+        return self._turned(keys, first, inverse=True)
 
     def apply(self, keys: Floats, first: int) -> Floats:
         """The inverse of `remove`, at any position."""
-        return self._turned(keys, first, 1.0)
+        return self._turned(keys, first, inverse=False)
 
     def check_move(self, first: int, count: int, position: int) -> None:
         """Raise UnsupportedInput where keys from `first` cannot be put at `position`: where a scaling rule
@@ -55,38 +56,33 @@ class Rotation:
                         f"frequencies change at {limit}"
                     )
 
-    def tables(self, row: int, first: int, count: int, inverse: bool) -> tuple[Floats, Floats] | None:
-        """Cosine and sine of a row's angles, `[count, rotary_dim / 2]`; None where keys are not turned."""
+    def turn(self, row: int, first: int, count: int, *, inverse: bool) -> Turn | None:
+        """Cosine and sine of a row's angles, `[count, rotary_dim / 2]`, and whether neighbouring dimensions
+        pair rather than those half a head apart; None where keys are not turned."""
         rope = self._ropes[row]
-        if rope is None:
-            return None
-        cosine, sine = _tables(rope, first, count)
-        scale = np.float32(attention_factor(rope))
-        return (cosine / scale, -sine / scale) if inverse else (cosine * scale, sine * scale)
+        return None if rope is None else (*_tables(rope, first, count, inverse), _interleaved(rope))
 
-    def _turned(self, keys: Floats, first: int, sign: float) -> Floats:
+    def _turned(self, keys: Floats, first: int, *, inverse: bool) -> Floats:
         turned = np.array(keys, np.float32)
         for row, rope in enumerate(self._ropes):
-            found = self.tables(row, first, keys.shape[2], sign < 0)
-            if rope is not None and found is not None:
-                cosine, sine = found
-                left, right = halves(rope)
+            if rope is not None:
+                cosine, sine = _tables(rope, first, keys.shape[2], inverse)
+                left, right = _halves(rope)
                 a, b = keys[row][..., left], keys[row][..., right]
                 turned[row][..., left] = a * cosine - b * sine
                 turned[row][..., right] = b * cosine + a * sine
         return turned
 
 
-def halves(rope: RopeSpec) -> tuple[slice, slice]:
+def _halves(rope: RopeSpec) -> tuple[slice, slice]:
     """Which of a head's dimensions form pairs: first ones, second ones."""
-    if interleaved(rope):
+    if _interleaved(rope):
         return slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
     half = rope.rotary_dim // 2
     return slice(0, half), slice(half, rope.rotary_dim)
 
 
-def interleaved(rope: RopeSpec) -> bool:
-    """Whether neighbouring dimensions form pairs, rather than those half a head apart."""
+def _interleaved(rope: RopeSpec) -> bool:
     return dict(rope.parameters).get("pairs") == "interleaved"
 
 
@@ -135,11 +131,17 @@ def _yarn_scale(factor: float, scale: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _tables(rope: RopeSpec, first: int, count: int) -> tuple[Floats, Floats]:
+def _tables(rope: RopeSpec, first: int, count: int, inverse_turn: bool) -> tuple[Floats, Floats]:
     inverse = _RULES[rope.scaling](rope, dict(rope.parameters), first + count).astype(np.float32)
     angles = np.arange(first, first + count, dtype=np.float32)[:, None] * inverse
     wide = angles.astype(np.float64)
-    return np.cos(wide).astype(np.float32), np.sin(wide).astype(np.float32)
+    scale = attention_factor(rope)
+    cosine, sine = (
+        (np.cos(wide) / scale, -np.sin(wide) / scale)
+        if inverse_turn
+        else (np.cos(wide) * scale, np.sin(wide) * scale)
+    )
+    return cosine.astype(np.float32), sine.astype(np.float32)
 
 
 _Rule = Callable[[RopeSpec, Mapping[str, Any], int], Array]
