@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from retain.bench.services import free_port
 from retain.bench.vllm_trial import TrialError, session_of
 from retain.engines import vllm
 
@@ -24,7 +25,7 @@ class LMCacheServer:
     def __init__(self, python: str, folder: Path) -> None:
         self._python = Path(python)
         self._log = folder / "lmcache.log"
-        self._port, self._http, self._metrics = (_free_port() for _ in range(3))
+        self._port, self._http, self._metrics = (free_port() for _ in range(3))
         self._process: subprocess.Popen[bytes] | None = None
         # As a file, for Retain itself is not installed there.
         self.program = (str(Path(vllm.__file__).with_name("trial.py")),)
@@ -67,9 +68,3 @@ class LMCacheServer:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -14,14 +14,14 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from retain.bench import services
 from retain.bench.clock import Contender, Sample, interleaved
 from retain.bench.pool import Pool
 from retain.errors import MissingDependency
@@ -51,13 +51,12 @@ def redis(pool: Pool, folder: Path, rounds: int) -> Measured:
     bare: Any = _module("redis", "redis")
     from retain.stores.redis import RedisStore
 
-    port = _free_port()
-    options = ["--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)]
     with (
-        _server([_program("redis-server"), *options], port) as pid,
-        closing(RedisStore(f"redis://127.0.0.1:{port}", wait=WAIT_SECONDS)) as store,
-        closing(bare.Redis(port=port)) as client,
+        services.redis_server(folder / "redis") as server,
+        closing(RedisStore(f"redis://127.0.0.1:{server.port}", wait=WAIT_SECONDS)) as store,
+        closing(bare.Redis(port=server.port)) as client,
     ):
+        pid = server.process.pid
         names = pool.names("o")
 
         def put_bare(turn: int) -> None:
@@ -92,24 +91,15 @@ def http_(pool: Pool, folder: Path, rounds: int) -> Measured:
     """Get beside every client that is installed, of a disk tier's folder behind nginx."""
     from retain.stores.http import HttpStore
 
-    port = _free_port()
     root = folder / "origin"
     names = pool.names("o")
     with closing(DiskStore(root)) as disk:
         _fill(disk, pool, names)
-    (folder / "nginx").mkdir(exist_ok=True)
-    places = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    temporary = " ".join(f"{each}_temp_path {folder}/nginx/{each};" for each in places)
-    (folder / "nginx.conf").write_text(
-        f"daemon off; master_process off; pid {folder}/nginx/pid; error_log {folder}/nginx/error.log;"
-        "events { worker_connections 256; } http { access_log off; sendfile on; keepalive_requests 1000000;"
-        f"{temporary} server {{ listen 127.0.0.1:{port}; root {root}; }} }}"
-    )
-    command = [_program("nginx"), "-c", str(folder / "nginx.conf"), "-p", str(folder)]
     with (
-        _server([*command, "-e", str(folder / "early.log")], port) as pid,
-        closing(HttpStore(f"http://127.0.0.1:{port}", wait=WAIT_SECONDS)) as store,
+        services.nginx(folder / "nginx", root) as server,
+        closing(HttpStore(f"http://127.0.0.1:{server.port}", wait=WAIT_SECONDS)) as store,
     ):
+        pid, port = server.process.pid, server.port
         _check(store, names, pool)
         urls = [f"http://127.0.0.1:{port}/{name[:2]}/{name}" for name in names]
         contenders = {"retain": Contender(_gets(store, pool, names))}
@@ -135,16 +125,12 @@ def object_(pool: Pool, folder: Path, rounds: int) -> Measured:
     _module("moto", "dev")
     from retain.stores.object import ObjectStore
 
-    port = _free_port()
-    endpoint = f"http://127.0.0.1:{port}"
     with (
-        _server([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port),
+        services.s3_server(folder) as server,
         _environment(AWS_ACCESS_KEY_ID="bench", AWS_SECRET_ACCESS_KEY="bench", AWS_REGION="us-east-1"),  # noqa: S106
     ):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("PUT", "/bench")
-        connection.getresponse().read()
-        connection.close()
+        services.make_bucket(server.port, "bench")
+        endpoint = f"http://127.0.0.1:{server.port}"
         names = pool.names("o")
         bare = lib.store.S3Store("bench", endpoint=endpoint, client_options={"allow_http": True})
         with closing(ObjectStore("s3://bench/kv", endpoint=endpoint, wait=WAIT_SECONDS)) as store:
@@ -265,37 +251,6 @@ def _module(name: str, extra: str) -> object:
     if importlib.util.find_spec(name) is None:
         raise MissingDependency(f"this bench needs {name}: pip install 'retain[{extra}]'")
     return importlib.import_module(name)
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
-    if found is None:
-        raise MissingDependency(f"this bench starts {name}, which is not installed: make deps")
-    return found
-
-
-@contextmanager
-def _server(command: list[str], port: int) -> Iterator[int]:
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            deadline = time.monotonic() + 30
-            while True:
-                with suppress(OSError):
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise MissingDependency(f"{command[0]} does not start here")
-                time.sleep(0.05)
-            yield process.pid
-        finally:
-            process.kill()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from retain.bench.services import free_port
 from retain.daemon.client import RemoteCache
 from retain.daemon.start import reach
 from retain.daemon.wire import WireError
@@ -82,7 +82,7 @@ class ServerProcess:
     def __init__(
         self, model: str, options: Sequence[str], folder: Path, daemons: OwnDaemons | None = None
     ) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = folder / "server.log"
         # Settings of whoever runs this must not change what is measured.
@@ -154,9 +154,3 @@ class ServerProcess:
     def _last_words(self) -> str:
         lines = self._log.read_text("utf-8", "replace").strip().splitlines()
         return " / ".join(lines[-3:]) or "it said nothing"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
