@@ -37,6 +37,7 @@ class Settings:
     """What the command line works with.
 
     `model` is a folder, a GGUF file or `smollm2`; `audit` the share of hits that are recomputed and compared;
+    `fidelity` the lowest accepted of kept KV by requests that name none themselves (retain.fidelity);
     `data` the folder of traces and texts that benches and tests read. `quotas` and `ttls` (NAME=VALUE, or a
     bare VALUE for every tenant) hold in this host's own tiers that say nothing else in their addresses; they
     are in `tiers` already.
@@ -50,6 +51,7 @@ class Settings:
     ttls: tuple[str, ...] = ()
     policy: str = "reuse-leaf"
     audit: float = 0.0
+    fidelity: str = "kin"
     model: str = "smollm2"
     host: str = "127.0.0.1"
     port: int = 8000
@@ -255,6 +257,12 @@ def _share(value: object) -> float:
     return float(value)
 
 
+def _fidelity(value: object) -> str:
+    from retain.fidelity import checked
+
+    return checked(_text(value))
+
+
 def _port(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
         raise ConfigError(f"{value!r} is not a port from 0 to 65535")
@@ -278,6 +286,7 @@ _FIELDS: dict[str, Callable[[object], object]] = {
     "ttls": _ttls,
     "policy": _policy,
     "audit": _share,
+    "fidelity": _fidelity,
     "model": _text,
     "host": _text,
     "port": _port,

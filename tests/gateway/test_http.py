@@ -304,6 +304,7 @@ def test_fields_of_other_servers_are_ignored_and_named(serve: Serve) -> None:
         ({"model": "toy", "messages": HI, "presence_penalty": 1}, "presence_penalty"),
         ({"model": "toy", "messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
         ({"model": "toy", "messages": HI, "cache_salt": ""}, "cache_salt"),
+        ({"model": "toy", "messages": HI, "fidelity": "good"}, "fidelity"),
     ],
 )
 def test_bad_chat_requests_are_refused_with_the_field_named(

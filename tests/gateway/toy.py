@@ -80,6 +80,7 @@ class ToyEngine:
         *,
         tenant: str | None,
         cache_salt: str | None,
+        fidelity: str | None,
         cancelled: Callable[[], bool],
         progress: Callable[[float], None],
     ) -> ToyRun:

@@ -51,6 +51,12 @@ def serve(
     audit: Annotated[
         float | None, typer.Option(help="Share of hits that are recomputed and compared.", show_default=False)
     ] = None,
+    fidelity: Annotated[
+        str | None,
+        typer.Option(
+            help="The lowest accepted of kept KV: exact, kin, or a level as near.", show_default=False
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name to clients.", show_default=False)] = None,
     engine: Annotated[
         str, typer.Option(help="transformers, or llamacpp for a GGUF file: faster on a CPU.")
@@ -69,6 +75,7 @@ def serve(
         api_keys=api_key,
         policy=policy,
         audit=audit,
+        fidelity=fidelity,
     )
     try:
         from retain.gateway import run_server
@@ -89,6 +96,7 @@ def serve(
         policy=chosen.policy,
         daemon=not (no_daemon or no_cache),
         audit=chosen.audit,
+        fidelity=chosen.fidelity,
         log_level=log_level,
     )
     raise typer.Exit(code)

@@ -40,9 +40,9 @@ class Report:
     """What a run read, computed and kept: the prompt's tokens by tier and computed, tokens newly written.
 
     `found` is what the cache had before the planner shortened it; `saved_seconds` what reading took less than
-    computing would have, where that can be told. `fidelity` is what the answer's KV inherits from what was read
-    (see retain.fidelity). `lost` counts kept tokens of an earlier answer that this
-    prompt renders differently.
+    computing would have, where that can be told. `fidelity` is what the answer's KV inherits from what was
+    read (see retain.fidelity). `lost` counts kept tokens of an earlier answer that this prompt renders
+    differently.
     """
 
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
@@ -96,8 +96,8 @@ class Engine(Protocol):
         cancelled: Callable[[], bool],
         progress: Callable[[float], None],
     ) -> Run:
-        """Start a generation in the space of the tenant and salt, on kept KV of `fidelity` at the lowest; None
-        takes what the engine was opened with.
+        """Start a generation in the space of the tenant and salt, on kept KV of `fidelity` at the lowest;
+        None takes what the engine was opened with.
 
         `cancelled` is asked often, and `progress` told the share of the prefill that is done.
         """

@@ -24,8 +24,9 @@ class Ask:
     """A request that is understood: the prompt in one of three forms, and how to answer.
 
     Exactly one of `messages`, `text` and `tokens` is set. `top_logprobs` None means that no log probabilities
-    are wanted. `fidelity` is the lowest accepted of kept KV, None the server's. `transfer` is vLLM's `kv_transfer_params`: see retain.engines.handover. `ignored` names the
-    fields that were given and have no meaning here.
+    are wanted. `fidelity` is the lowest accepted of kept KV, None the server's. `transfer` is vLLM's
+    `kv_transfer_params`: see retain.engines.handover. `ignored` names the fields that were given and have no
+    meaning here.
     """
 
     model: str
