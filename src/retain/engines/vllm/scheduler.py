@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retain.cache import Query
+from retain.cache import Query, Selection
 from retain.engines import handover
 from retain.identity import BLOCK_TOKENS, TAIL_TOKENS, salt_of, space_of
 from retain.model import ModelSpec
@@ -230,7 +230,9 @@ class Scheduler:
         return any(now - held.since < YIELD_SECONDS for held in self._held.values())
 
     def reset(self) -> bool:
-        """Forget everything in every tier, also what is still on its way there."""
+        """Forget what was kept of this model in every tier, also what is still on its way there; what other
+        engines keep stays.
+        """
         if not self._settings.clear_on_reset:
             return True
         for tracked in self._requests.values():
@@ -242,7 +244,7 @@ class Scheduler:
         worker = self._shared.worker
         if worker is not None:
             worker.flush(10.0)
-        removed = self._cache.clear()
+        removed = self._cache.remove(Selection(variant=self._spec.variant))
         log.info("vLLM's prefix cache was reset: %d kept objects were removed", removed.objects)
         if self.events is not None:
             from vllm.distributed.kv_events import AllBlocksCleared
@@ -420,7 +422,7 @@ class Scheduler:
                     self.events.append(held.event)
         if self._clear_behind and not any(job <= self._clear_behind for job in self._held):
             self._clear_behind = 0
-            self._cache.clear()
+            self._cache.remove(Selection(variant=self._spec.variant))
 
     def _event(self, tracked: Tracked, first: int, count: int) -> Any:
         """The event that tells others, such as a router, that these tokens' KV can be had here."""

@@ -34,7 +34,7 @@ class Settings:
     load_timeout: float = 30.0
     """Seconds after which a load is given up and its request computed."""
     clear_on_reset: bool = True
-    """Let vLLM's reset_prefix_cache (with the connector) remove everything from every tier."""
+    """Let vLLM's reset_prefix_cache (with the connector) remove this model's blocks from every tier."""
 
 
 def read(extra: Mapping[str, Any]) -> Settings:
