@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(600))  # an engine's start on a busy machine
             if missing:
                 item.add_marker(pytest.mark.skip(reason=MISSING))
 
@@ -120,9 +122,10 @@ class Engine:
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": 40_000_000,
             "disable_log_stats": True,
+            "skip_tokenizer_init": True,
             **options,
         }
-        self.llm = LLM(model=str(model), skip_tokenizer_init=True, **settings)
+        self.llm = LLM(model=str(model), **settings)
 
     @property
     def core(self) -> Any:

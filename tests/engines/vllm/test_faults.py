@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from .conftest import Answer, Engine, prompt, same
 
 POOL = 20
 """Blocks of 128 tokens: far fewer than the prompts below need together."""
+
+EDGES = (127, 128, 129, 255, 256, 257, 383, 384, 385, 511, 512, 513, 600)
+"""Lengths around the borders of vLLM's blocks and of Retain's."""
 
 OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": POOL,
@@ -43,6 +47,7 @@ def plain(engines: Callable[..., Engine], tiny_llama: Path) -> dict[str, list[An
         "many": [engine.ask(each, tokens=24)[0] for each in prompts(16, 1)],
         "long": [engine.ask(each, tokens=120)[0] for each in prompts(8, 2)],
         "one": engine.ask(prompt(600, 3)),
+        "edges": [engine.ask(prompt(length, 7))[0] for length in EDGES],
     }
     engine.close()
     return found
@@ -98,6 +103,67 @@ def test_a9_preempted_requests_go_on_as_if_nothing_had_happened(
     finally:
         scheduler._preempt_request = preempt
     assert preempted > 0
+
+
+def test_a3_what_vllm_holds_itself_is_never_written_again(
+    engine: Engine, plain: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+    paged, load = engine.worker._paged, engine.worker._load
+    scatter = paged.scatter
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        begun.append((arguments[0].start, arguments[0].stop))
+        load(*arguments, **options)
+
+    def checked(arrays: Any, tables: Any, position: int, start: int, count: int) -> None:
+        low, high = begun[-1]
+        assert low <= position
+        assert position + count <= high
+        scatter(arrays, tables, position, start, count)
+
+    for length, wanted in zip(EDGES, plain["edges"], strict=True):
+        agree(engine.ask(prompt(length, 7)), [wanted])  # each begins with the one before
+    monkeypatch.setattr(engine.worker, "_load", noted)
+    monkeypatch.setattr(paged, "scatter", checked)
+    for held in (0, 130, 260):  # tokens of which vLLM's cache holds the full blocks, where it has one
+        for length, wanted in zip(EDGES, plain["edges"], strict=True):
+            engine.llm.reset_prefix_cache()
+            if held:
+                engine.ask(prompt(length, 7)[:held], tokens=1)
+            begun.clear()
+            agree(engine.ask(prompt(length, 7)), [wanted])
+            own = engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+            kept = min(held, length - 1) // 128 * 128 if own else 0
+            assert [low for low, _ in begun] in ([kept], [])
+            assert begun or length - 1 - kept < 16 or length < 272
+    assert not engine.cache.stats().failures
+
+
+def test_a6_lookups_that_no_load_follows_leave_nothing_behind(engine: Engine) -> None:
+    text = prompt(600, 3)
+    engine.ask(text)
+    scheduler = engine.connector._scheduler
+    for number in range(2000):
+        request = waiting(f"looked-up-{number}", text)
+        assert scheduler.matched(request, 0) == 592
+        if number % 2:
+            # vLLM's own cache holds as much meanwhile, or has no room for what is found: nothing is loaded.
+            scheduler.allocated(request, ([1, 2, 3, 4, 5],), 0)
+        scheduler.finished(request, ([],))
+    assert engine.cache.stats().tiers["memory"].leased == 0
+    assert not scheduler._requests
+
+
+def waiting(name: str, text: list[int]) -> Any:
+    """As much of vLLM's Request as a lookup and an end without a step need."""
+    return SimpleNamespace(
+        request_id=name, prompt_token_ids=text, num_prompt_tokens=len(text), num_tokens=len(text),
+        _all_token_ids=text, num_computed_tokens=0, num_in_flight_tokens=0, prompt_embeds=None,
+        prompt_is_token_ids=None, pooling_params=None, sampling_params=None, lora_request=None,
+        cache_salt=None, mm_features=[], skip_reading_prefix_cache=False, resumable=False,
+        kv_transfer_params=None,
+    )  # fmt: skip
 
 
 def test_delays_around_every_copy_change_no_answer(

@@ -114,6 +114,36 @@ def test_the_hooks_are_told_of_hits_loads_and_stored_blocks(engine: Engine) -> N
     assert found["vllm:external_prefix_cache_hits"] >= 299
 
 
+def test_a13_figures_that_make_no_sense_end_no_request_and_lower_no_counter(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from retain.engines.vllm.metrics import Counts, Stats
+
+    def told() -> dict[str, Any]:
+        return {
+            each.name: each.value for each in engine.llm.get_metrics() if each.name.startswith("vllm:retain_")
+        }
+
+    text = prompt(300, 33)
+    first = engine.ask(text)[0]
+    before = told()
+    monkeypatch.setattr(
+        Counts, "take", lambda self: Stats(data={"load_tokens": -7, "save_tokens": -1, "unheard_of": 3})
+    )
+    assert same(engine.ask(text)[0], first)
+    after = told()
+    assert all(after[name] >= value for name, value in before.items())
+
+    def broken(self: Counts) -> Stats:
+        raise ValueError("no figures today")
+
+    monkeypatch.setattr(Counts, "take", broken)
+    assert same(engine.ask(text)[0], first)
+    monkeypatch.undo()
+    assert same(engine.ask(text)[0], first)
+    assert told()["vllm:retain_load_tokens"] > after["vllm:retain_load_tokens"]
+
+
 def request_of(**changes: Any) -> Any:
     """As much of vLLM's Request as tells whose KV it is."""
     given: dict[str, Any] = {

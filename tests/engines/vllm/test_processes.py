@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from retain.daemon.start import running
+from retain.daemon.start import connect, running
 
 from .conftest import Answer, Engine, prompt, same
 
@@ -73,7 +73,7 @@ def ask(
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=250)
+        output, _ = process.communicate(timeout=400)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -84,16 +84,35 @@ def ask(
 
 @pytest.mark.slow
 @pytest.mark.timeout(800)
-def test_kv_stored_by_one_rank_is_loaded_by_two_and_back(tiny_llama: Path) -> None:
-    one, two = prompt(700, 40), prompt(513, 41)
+def test_kv_stored_by_one_rank_is_loaded_by_two_and_back_tails_included(tiny_llama: Path) -> None:
+    one, two = prompt(700, 40), prompt(530, 41)
     alone = ask(tiny_llama, [one])
-    pair = ask(tiny_llama, [one, two], ranks=2, tensor_parallel_size=2)
-    assert [answer.cached for answer in (*alone, *pair)] == [0, 699, 0]
+    pair = ask(tiny_llama, [one, two, two], ranks=2, tensor_parallel_size=2)
+    assert [answer.cached for answer in (*alone, *pair)] == [0, 699, 0, 528]
     assert same(pair[0], alone[0])
+    assert same(pair[2], pair[1])
     back = ask(tiny_llama, [two, one])
-    assert [answer.cached for answer in back] == [512, 699]
+    assert [answer.cached for answer in back] == [528, 699]
     assert same(back[0], pair[1])
     assert same(back[1], alone[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_what_ranks_stored_lies_below_as_whole_blocks_for_any_number_of_them(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    tiers = [*TIERS, f"disk:{tmp_path / 'kv'}?capacity=1GiB"]
+    text = prompt(530, 46)
+    pair = ask(tiny_llama, [text], ranks=2, tiers=tiers, tensor_parallel_size=2)
+    with connect(tiers[1:], start=False) as daemon:
+        assert daemon.flush(30)
+        daemon.stop_daemon()
+    kept = [path.name.split(".")[2] for path in (tmp_path / "kv").rglob("*") if len(path.name) > 64]
+    assert set(kept) == {"l0-4_h0-1of1"}
+    back = ask(tiny_llama, [text], tiers=tiers)
+    assert [answer.cached for answer in (*pair, *back)] == [0, 528]
+    assert same(back[0], pair[0])
 
 
 @pytest.mark.slow
