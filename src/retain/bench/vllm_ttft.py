@@ -16,7 +16,7 @@ from retain.bench.progress import Steps
 from retain.bench.report import Report, Value
 from retain.bench.server import OwnDaemons
 from retain.bench.texts import long_prompt
-from retain.bench.vllm_trial import Trial, cpu_seconds
+from retain.bench.vllm_trial import Trial, beside, cpu_seconds
 from retain.daemon.client import RemoteCache
 from retain.daemon.start import connect
 
@@ -32,7 +32,10 @@ Prompts = dict[int, list[int]]
 
 
 def run(tokens: int, peers: str | None) -> Report:
-    """Measure with SmolLM2 in float32. `peers` is the Python of a venv with LMCache, None leaves it out."""
+    """Measure with SmolLM2 in float32. `peers` is the Python of a venv with LMCache; by default that of
+    `.venv-peers` beside this one, and where there is none LMCache is left out.
+    """
+    peers = peers or beside(".venv-peers")
     lengths = [tokens, *(tokens + other for other in OTHER_LENGTHS)]
     total = 6 + 2 * PAIRS + (1 if peers else 0)
     with (
@@ -67,8 +70,7 @@ class _Bench:
         self._retain()
         if self._peers is not None:
             self._lmcache(self._peers)
-        ratios = {"vllm.miss_overhead": 0.0, "vllm.miss_overhead_cpu": 0.0}
-        ratios.update(self._misses())
+        ratios = self._misses()
         length = next(iter(self._prompts))
         own = self._warm["vLLM's own prefix cache"][length]
         for name, what in (
@@ -140,7 +142,12 @@ class _Bench:
                 by = {is_kept: (wall, used) for is_kept, wall, used in found}
                 seconds.append(by[True][0] / by[False][0] - 1)
                 cpu.append(by[True][1] / by[False][1] - 1)
-        return {"vllm.miss_overhead": median(seconds), "vllm.miss_overhead_cpu": median(cpu)}
+            memory = (kept.own_bytes() - plain.own_bytes()) / (1 << 20)
+        return {
+            "vllm.miss_overhead": median(seconds),
+            "vllm.miss_overhead_cpu": median(cpu),
+            "vllm.memory_overhead_mib": memory,
+        }
 
     def _random(self, draw: random.Random) -> list[list[int]]:
         return [[draw.randrange(1000, 40_000) for _ in range(CONCURRENT_TOKENS)] for _ in range(CONCURRENT)]
