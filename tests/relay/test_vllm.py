@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 PREFILL_SECONDS, DECODE_SECONDS = 30.0, 60.0
-TIERS = ["daemon", "memory:256MiB"]
+# Without a plan: this model is so small that computing is often predicted to be faster than loading.
+SETTINGS = {"tiers": ["daemon", "memory:256MiB"], "plan": False}
 OPTIONS = ["--max-model-len", "4096", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "60000000"]
 OPTIONS += ["--no-enable-prefix-caching"]
 
@@ -50,8 +51,8 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         # Small steps: a prompt is computed, and so stored, in many pieces (A5).
         steps = ["--max-num-batched-tokens", "128", *OPTIONS]
         with (
-            VllmServer(model, folder, "kv_producer", TIERS, steps, environment) as prefill,
-            VllmServer(model, folder, "kv_consumer", TIERS, OPTIONS, environment) as decode,
+            VllmServer(model, folder, "kv_producer", SETTINGS, steps, environment) as prefill,
+            VllmServer(model, folder, "kv_consumer", SETTINGS, OPTIONS, environment) as decode,
         ):
             prefill.wait()
             decode.wait()
@@ -88,7 +89,7 @@ def computed(server: VllmServer) -> float:
     return server.metric("vllm:iteration_tokens_total_sum")
 
 
-@pytest.mark.parametrize("length", [65, 257, 300, 700, 1030])
+@pytest.mark.parametrize("length", [65, 257, 300, 700, 1050])
 def test_a5_every_prompt_token_arrives_and_decoding_starts_within_one_step(
     pair: Pair, front: Served, length: int
 ) -> None:
@@ -121,11 +122,11 @@ def test_a_chat_is_streamed_as_a_single_server_would(pair: Pair, front: Served) 
     relayed = front.post("/v1/chat/completions", asked)
     assert said(relayed) == said(alone) != ""
     assert relayed.text.endswith("data: [DONE]\n\n")
-    assert computed(pair.decode) - before <= 1 + 12
+    assert computed(pair.decode) - before <= 16 + 12  # a tail of less than 16 tokens is not looked for
 
 
 def test_many_at_once_are_answered_as_alone(pair: Pair, front: Served) -> None:
-    asked = [body(400 + 40 * n, 100 + n) for n in range(8)]
+    asked = [body(410 + 30 * n, 100 + n) for n in range(8)]
     alone = [text(post(pair.decode.url, {**each, "cache_salt": "alone"})) for each in asked]
     hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
     got: dict[int, str] = {}

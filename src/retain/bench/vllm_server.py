@@ -24,9 +24,10 @@ READY_SECONDS = 600.0
 
 
 class VllmServer:
-    """A server of `model`, started when the block is entered; `wait` until it is ready.
+    """A server of `model`, called `name`, started when the block is entered; `wait` until it is ready.
 
-    `role` is vLLM's `kv_role`, None leaves Retain out; `options` are vLLM's own words for its command line.
+    `role` is vLLM's `kv_role`, None leaves Retain out; `settings` are the connector's, `options` vLLM's own
+    words for its command line.
     """
 
     def __init__(
@@ -34,23 +35,24 @@ class VllmServer:
         model: Path,
         folder: Path,
         role: str | None,
-        tiers: Sequence[str],
+        settings: Mapping[str, Any],
         options: Sequence[str],
         environment: Mapping[str, str],
+        name: str = "model",
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"vllm-{self.port}.log"
         self._environment = environment
         module = "vllm.entrypoints.openai.api_server"  # the wheel for CPUs has no command that starts
-        self._command = [sys.executable, "-m", module, "--model", str(model), "--served-model-name", "model"]
+        self._command = [sys.executable, "-m", module, "--model", str(model), "--served-model-name", name]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
         self._command += ["--enforce-eager", *options]
         if role is not None:
             connector: dict[str, Any] = {
                 "kv_connector": "RetainConnector",
                 "kv_role": role,
-                "kv_connector_extra_config": {"tiers": list(tiers)},
+                "kv_connector_extra_config": dict(settings),
             }
             self._command += ["--kv-transfer-config", json.dumps(connector)]
         self._process: subprocess.Popen[bytes] | None = None

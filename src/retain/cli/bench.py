@@ -158,6 +158,14 @@ def ttft(
     finish(report, bench.plot, as_json, plot)
 
 
+@app.command("planner")
+def planner(as_json: Json = False, plot: Plot = None) -> None:
+    """Load or recompute over slow and fast links, beside always loading and never."""
+    from retain.bench import planner as bench
+
+    finish(bench.run(), bench.plot, as_json, plot)
+
+
 @app.command("chaos")
 def chaos(
     quick: Annotated[
@@ -198,6 +206,19 @@ def dialogues(
     from retain.bench import dialogues as bench
 
     finish(bench.run(settings(context, data=data).data, count, turns, answer_tokens), as_json=as_json)
+
+
+@app.command("relay")
+def relay(
+    tokens: Annotated[int, typer.Option(min=64, help="Length of the longest prompt.")] = 4096,
+    prefill: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    decode: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    as_json: Json = False,
+) -> None:
+    """Time to the first token through the relay, beside the prefill and the decode server alone."""
+    from retain.bench import relay as bench
+
+    finish(bench.run(tokens, prefill, decode), as_json=as_json)
 
 
 def finish(
