@@ -31,7 +31,7 @@ from tests.daemon.conftest import pids, run_python
 from tests.stores.servers import Proxy, redis_server
 
 
-def wait_for(condition, seconds=10.0):
+def wait_for(condition, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -195,6 +195,17 @@ def test_raced_starts_settle_on_one_daemon(runtime, tmp_path):
         racer.communicate("\n")
     assert len(found) == 1
     wait_for(lambda: len(pids(runtime)) == 1)
+
+
+def test_of_many_who_miss_the_daemon_one_starts_it(connect, runtime, monkeypatch):
+    clients = [connect() for _ in range(4)]
+    started = []
+    original = start.spawn
+    monkeypatch.setattr(start, "spawn", lambda *given: (started.append(1), original(*given)))
+    os.kill(clients[0].state().pid, signal.SIGKILL)
+    for client in clients:
+        wait_for(lambda client=client: client.state() is not None)
+    assert len(started) == 1
 
 
 HOLD = """

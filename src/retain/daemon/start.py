@@ -29,6 +29,11 @@ from .client import RemoteCache
 START_SECONDS = 30.0
 """How long a start on demand may take: rebuilding the index of a full disk tier counts in."""
 
+AGAIN_SECONDS = 10.0
+"""After how long a daemon that was started and does not answer counts as dead: another one is started, which
+ends by itself if the first was merely slow.
+"""
+
 IDLE_SECONDS = 600.0
 """After how long without clients a daemon that was started on demand ends."""
 
@@ -58,8 +63,7 @@ def connect(
         except OSError:
             if not start:
                 raise
-        spawn(addresses, policy, path)
-        return _wait_for(path)
+        return _started(addresses, policy, path)
 
     try:
         return RemoteCache(dial, client, START_SECONDS)
@@ -141,19 +145,45 @@ def spawn(tiers: Sequence[TierAddress], policy: str, path: Path) -> None:
     threading.Thread(target=process.wait, name="retain-bury", daemon=True).start()
 
 
-def _wait_for(path: Path) -> socket.socket:
+def _started(tiers: Sequence[TierAddress], policy: str, path: Path) -> socket.socket:
+    """A connection to the daemon, which one of those who wait for it starts. Raises OSError.
+
+    Where a daemon ends under many clients, a start by each would take the machine from all of them.
+    """
     deadline = time.monotonic() + START_SECONDS
     pause = 0.02
-    while True:
-        try:
-            return reach(path)
-        except PermissionError:
-            raise
-        except OSError:
-            if time.monotonic() > deadline:
+    lock: int | None = None
+    start_at = 0.0
+    try:
+        while True:
+            if lock is None:
+                lock = _starting(path)
+            try:
+                return reach(path)
+            except PermissionError:
                 raise
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.2)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            if lock is not None and time.monotonic() > start_at:
+                spawn(tiers, policy, path)
+                start_at = time.monotonic() + AGAIN_SECONDS
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.2)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _starting(path: Path) -> int | None:
+    """The lock of who starts the daemon of `path`, None while somebody else has it; it ends with them."""
+    lock = os.open(f"{path}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
 
 
 def socket_path(tiers: Sequence[TierAddress], policy: str) -> Path:

@@ -62,7 +62,9 @@ class _Engines:
         subprocess.run([python, "-c", _MODEL, str(folder / "model")], check=True, capture_output=True)
         self._python = python
         self._folder = folder
-        self._environment = daemons.environment
+        # One thread: the model is small, and threads that spin while they wait for each other take a busy
+        # machine from everything else.
+        self._environment = daemons.environment | {"OMP_NUM_THREADS": "1"}
         self._dice = dice
         self._tiers = ["memory:64MiB", f"disk:{folder / 'kept'}?capacity=256MiB"]
         self._prompts = [[dice.randrange(512) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
