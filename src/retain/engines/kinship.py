@@ -94,10 +94,10 @@ class KinLoaded:
         self.close()
 
 
-def search(cache: BlockCache, query: Query, peers: Sequence[Peer]) -> KinHit:
+def search(cache: BlockCache, query: Query, peers: Sequence[Peer], *, plan: bool = True) -> KinHit:
     """Look a query up for its own variant, then, where that leaves full blocks missing, for each peer whose
     kinship the query's fidelity allows; the hit that reaches furthest."""
-    own = cache.lookup(query)
+    own = cache.lookup(query, plan=plan)
     best = KinHit(own)
     full = own.tokens // query.chain.block_tokens
     if full >= query.tokens // query.chain.block_tokens:
@@ -110,7 +110,7 @@ def search(cache: BlockCache, query: Query, peers: Sequence[Peer]) -> KinHit:
         missing = cache.missing(other)
         if missing and missing[0] <= full:
             continue
-        hit = cache.lookup(other)
+        hit = cache.lookup(other, plan=plan)
         if hit.tokens > best.tokens:
             if best.other is not None:
                 best.other.release()

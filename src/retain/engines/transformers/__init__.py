@@ -13,5 +13,6 @@ except ImportError as error:
     ) from error
 
 from .adapter import Engine, Forward, Generation, attach
+from .alone import Alone
 
-__all__ = ["attach", "Engine", "Forward", "Generation", "Report", "Sampling", "Step"]
+__all__ = ["attach", "Alone", "Engine", "Forward", "Generation", "Report", "Sampling", "Step"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,20 @@ class Alone:
     def next_token(self, cache: DynamicCache, token: int) -> int:
         """One step behind a copy of `cache`: reuse as the engine alone can have it, within its process."""
         return int(self._logits([token], copy.deepcopy(cache)).argmax())
+
+    def score(self, tokens: Sequence[int], keep: int, batch: int) -> Logits:
+        """The logits `[keep, vocabulary]` of a prompt's last tokens, computed in pieces of `batch`; those
+        last ones in one."""
+        cache = DynamicCache(config=self._model.config)
+        whole = len(tokens) - keep
+        edges = [*range(0, whole, batch), whole] if whole else [0]
+        with torch.inference_mode():
+            for start, end in pairwise(edges):
+                self._logits(tokens[start:end], cache)
+            more: dict[str, Any] = {self._cache_name: cache}
+            output = self._model(input_ids=torch.tensor([list(tokens[whole:])]), use_cache=True, **more)
+        found: Logits = output.logits[0].float().numpy()
+        return found
 
     def _logits(self, tokens: Sequence[int], cache: DynamicCache | None) -> torch.Tensor:
         more: dict[str, Any] = {self._cache_name: cache}

@@ -62,7 +62,7 @@ def spec_of(model: nn.Module, name: str | None = None, digests: WeightDigests | 
         layers=layers_of(config),
         dtype=dtype,
         kin=known.kin,
-        variant=variant(known.weights, dtype, ENGINE, _numeric_class(model)),
+        variant=variant(known.weights, dtype, ENGINE, numeric_class(model)),
         adapter=adapter_of(model),
     )
 
@@ -237,5 +237,6 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
     )
 
 
-def _numeric_class(model: nn.Module) -> str:
+def numeric_class(model: nn.Module) -> str:
+    """Whether a model computes with floats, or with weights quantised at run time."""
     return "float" if all(parameter.dtype in _FLOATS for parameter in model.parameters()) else "quantised"

@@ -35,6 +35,8 @@ class Tracked:
     stores: bool
     keys: list[bytes] = field(default_factory=list)
     hit: Hit | None = None
+    reads_as: int | None = None
+    """The number of the model whose KV was found, where that is another variant than the request's."""
     looked_at: float = 0.0
     looked_for: int = 0
     """How many tokens the last lookup asked for."""

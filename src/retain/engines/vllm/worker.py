@@ -19,6 +19,7 @@ import torch
 from retain.block import make_header
 from retain.cache import Loaded
 from retain.codecs.base import Array
+from retain.dtypes import converted
 from retain.errors import UnsupportedModel
 from retain.model import ModelSpec, Slice
 
@@ -30,10 +31,11 @@ from .metrics import Counts
 from .pages import DevicePages, HostPages, PagedKV
 from .settings import Settings
 from .shared import Shared
+from .version import producer
 
 log = logging.getLogger("vllm.retain")
 
-PRODUCER = "retain-vllm/0.1"
+PRODUCER = producer()
 LOADERS = 2
 """Threads that copy into pages: as many as it takes to fill the memory's bandwidth, nearly."""
 
@@ -224,7 +226,8 @@ class Worker:
             if low > at:
                 break
             if low < high:
-                pieces.append((dict(block.arrays), low, low - first, high - low))
+                held = converted(block, self._models[0].dtype)  # a peer's may be in another
+                pieces.append((dict(held.arrays), low, low - first, high - low))
                 at = high
         if at_once and len(pieces) > 1:
             # The engine's thread takes one half and a loader the other.
