@@ -84,9 +84,16 @@ def _shown(states: dict[Path, State]) -> Group:
         table.caption = (
             f"hit {share}; {counters['stored_blocks']:,} blocks stored, {state.pending} writes under way, "
             f"{counters['evicted_objects']:,} evicted, {sum(state.failures.values()):,} failures"
+            + _unreachable(state)
         )
         parts.append(table)
     return Group(*parts)
+
+
+def _unreachable(state: State) -> str:
+    """What of the tiers' room serves no prompt, in words; nothing where there is nothing."""
+    size = sum(room.unreachable_bytes for room in state.rooms.values())
+    return f"; {cell('size_bytes', size)} that no prompt can reach" if size else ""
 
 
 def _plain(state: State) -> dict[str, object]:
@@ -100,4 +107,16 @@ def _plain(state: State) -> dict[str, object]:
         "failures": state.failures,
         "tiers": [dict(zip(fields, tier, strict=True)) for tier in state.tiers],
         "health": state.health,
+        "rooms": {
+            name: {
+                "pinned_bytes": room.pinned_bytes,
+                "unreachable_objects": room.unreachable_objects,
+                "unreachable_bytes": room.unreachable_bytes,
+                "tenants": {
+                    tenant: {"objects": objects, "bytes": size}
+                    for tenant, (objects, size) in room.tenants.items()
+                },
+            }
+            for name, room in state.rooms.items()
+        },
     }

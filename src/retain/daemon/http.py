@@ -13,6 +13,9 @@ from .messages import State
 from .origin import OriginHandler, serve
 from .server import Server
 
+MOST_TENANTS = 1000
+"""Tenants of a tier that metrics tell of, by name: labels that grow without bound would fill Prometheus."""
+
 
 def serve_http(
     server: Server,
@@ -70,6 +73,14 @@ def metrics(state: State) -> Iterator[str]:
         yield f"# TYPE retain_tier_{gauge} gauge\n"
         for name, _, *values in state.tiers:
             yield f'retain_tier_{gauge}{{tier="{name}"}} {values[index]}\n'
+    for gauge in ("pinned_bytes", "unreachable_objects", "unreachable_bytes"):
+        yield f"# TYPE retain_tier_{gauge} gauge\n"
+        for name, room in state.rooms.items():
+            yield f'retain_tier_{gauge}{{tier="{name}"}} {getattr(room, gauge)}\n'
+    yield "# TYPE retain_tenant_bytes gauge\n"
+    for name, room in state.rooms.items():
+        for tenant, (_, size) in sorted(room.tenants.items())[:MOST_TENANTS]:
+            yield f'retain_tenant_bytes{{tier="{name}",tenant={json.dumps(tenant)}}} {size}\n'
     yield "# TYPE retain_tier_up gauge\n"
     for name, health in sorted(state.health.items()):
         yield f'retain_tier_up{{tier="{name}"}} {int(health == "up")}\n'

@@ -246,7 +246,11 @@ class Engine:
             logits = self._requests.step(session)
 
     def _salt(self, tenant: str | None, salt: str | None) -> bytes | None:
-        return salt_of(self.tenant if tenant is None else tenant, salt)
+        named = self.tenant if tenant is None else tenant
+        made = salt_of(named, salt)
+        if named is not None:  # only here are both known, the name and the space
+            self.cache.own(space_of(self.spec.kin, self.spec.adapter, made), named)
+        return made
 
 
 def _never() -> bool:
