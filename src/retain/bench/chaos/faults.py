@@ -104,6 +104,9 @@ def _processes(bed: str) -> Iterator[Fault]:
 
 def _kill_daemon(given: Round) -> None:
     time.sleep(given.dice.uniform(0.0, 0.4))
+    if given.dice.random() < 0.2:  # and the next one while it starts
+        given.stack.kill_daemon(young=True)
+        time.sleep(given.dice.uniform(0.0, 1.0))
     given.stack.kill_daemon()
 
 

@@ -119,26 +119,30 @@ class Stack:
         found = daemons(self._runtime)
         return found[0] if found else None
 
-    def kill_daemon(self) -> None:
-        """Kill the daemon that serves (SIGKILL), and wait until there is another that answers."""
+    def kill_daemon(self, *, young: bool = False) -> None:
+        """Kill the daemon (SIGKILL), and wait until there is another that answers; or, if `young`, that is
+        merely on its way. Raises StackError.
+        """
         old = daemons(self._runtime)
         for pid in old:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.wait_until_back(set(old))
+        self.wait_until_back(set(old), young=young)
 
-    def wait_until_back(self, gone: set[int]) -> None:
-        """Wait until a daemon that is none of `gone` answers. Raises StackError."""
+    def wait_until_back(self, gone: set[int], *, young: bool = False) -> None:
+        """Wait until a daemon that is none of `gone` answers, or is there at all if `young`. Raises
+        StackError.
+        """
         deadline = time.monotonic() + BACK_SECONDS
-        path = socket_path([parse_tier(each) for each in self.tiers], "reuse-leaf")
         while True:
-            self.observer.state()  # has it reconnected, and so the daemon started
-            if any(pid not in gone for pid in daemons(self._runtime)):
-                with suppress(OSError):
-                    reach(path).close()
-                    return
+            state = self.observer.state()  # has it reconnected, and so the daemon started
+            if state is not None and state.pid not in gone:
+                return
+            if young and any(pid not in gone for pid in daemons(self._runtime)):
+                return
             if time.monotonic() > deadline:
-                words = log_path(path).read_text("utf-8", "replace")[-500:] if log_path(path).exists() else ""
+                path = log_path(socket_path([parse_tier(each) for each in self.tiers], "reuse-leaf"))
+                words = path.read_text("utf-8", "replace")[-500:] if path.exists() else ""
                 raise StackError(f"no daemon is back after {BACK_SECONDS:.0f} s: {words}")
             time.sleep(0.005)
 
