@@ -1,12 +1,22 @@
 """Tier addresses: what is read, what is refused, and that refusals name the offending part."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain.address import MAX_BYTES, TierAddress, format_size, parse_size, parse_tier
+from retain.address import (
+    MAX_BYTES,
+    Rules,
+    TierAddress,
+    format_size,
+    parse_size,
+    parse_tier,
+    with_defaults,
+)
 from retain.errors import ConfigError
 
 
@@ -93,3 +103,58 @@ def test_a23_a_capacity_beyond_every_medium_is_refused():
 def test_a15_a_wrong_address_is_refused_by_name(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_tier(text)
+
+
+@given(
+    st.builds(
+        Rules,
+        writes=st.sampled_from(["back", "through", "evicted"]),
+        admit=st.sampled_from(["all", "reused"]),
+        promote=st.booleans(),
+        pins=st.none() | st.integers(0, 1 << 50),
+        quotas=st.dictionaries(
+            st.sampled_from(["alice", "a.b-c_d", "0"]) | st.just(""), st.integers(0, 1 << 60)
+        ).map(lambda each: tuple(each.items())),
+        ttls=st.dictionaries(
+            st.sampled_from(["alice", "a.b-c_d", "0"]) | st.just(""),
+            st.integers(1, 10**9).map(lambda ms: ms / 1000),
+        ).map(lambda each: tuple(each.items())),
+    )
+)
+def test_rules_are_read_back_from_their_address(rules):
+    address = TierAddress("disk", Path("/kv"), 1 << 40, rules=rules)
+    again = parse_tier(str(address))
+    assert dict(again.rules.quotas) == dict(rules.quotas)
+    assert dict(again.rules.ttls) == pytest.approx(dict(rules.ttls))
+    plain = replace(rules, quotas=(), ttls=())
+    assert replace(again.rules, quotas=(), ttls=()) == plain
+    assert again.capacity == 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("disk:/kv?writes=later", "writes=later; write back or through or evicted"),
+        ("disk:/kv?admit=none", "admit=none"),
+        ("disk:/kv?quota.=1GiB", "the tenant ''"),
+        ("disk:/kv?quota.a/b=1GiB", "the tenant 'a/b'"),
+        ("disk:/kv?quota=much", "its quota 'much' is not a size"),
+        ("disk:/kv?ttl=never", "its ttl 'never' is not a duration"),
+        ("memory:1GiB?ahead=-1", "ahead=-1"),
+        ("memory:1GiB?writes=back", "unknown option 'writes'"),
+        ("redis://host?quota=1GiB", "unknown option 'quota'"),
+        ("http://host/kv?capacity=1GiB", "only read"),
+    ],
+)
+def test_a15_a_rule_that_makes_no_sense_is_refused_by_name(text, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_tier(text)
+
+
+def test_a_tiers_own_rules_beat_those_for_all_tiers():
+    rules = Rules(quotas=(("", 5), ("alice", 7)), ttls=(("", 60.0),))
+    given = with_defaults(parse_tier("disk:/kv?quota.alice=9B"), rules)
+    assert given.rules.quota("alice") == 9
+    assert given.rules.quota("bob") == 5
+    assert given.rules.ttl("bob") == 60.0
+    assert with_defaults(parse_tier("redis://host"), rules) == parse_tier("redis://host")
