@@ -27,8 +27,8 @@ class LMCacheServer:
         self._log = folder / "lmcache.log"
         self._port, self._http, self._metrics = (free_port() for _ in range(3))
         self._process: subprocess.Popen[bytes] | None = None
-        # As a file, for Retain itself is not installed there.
-        self.program = (str(Path(vllm.__file__).with_name("trial.py")),)
+        # As a file, for Retain itself is not installed there; -P keeps the modules beside it out of the way.
+        self.program = ("-P", str(Path(vllm.__file__).with_name("trial.py")))
         self.environment: dict[str, str] = {}
         self.connector: dict[str, Any] = {
             "kv_connector": "LMCacheMPConnector",
