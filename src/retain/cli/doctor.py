@@ -12,12 +12,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
 from retain.bench.report import cell, this_machine
+from retain.cli.handshakes import handshakes
 from retain.cli.options import Json, settings
 from retain.cli.terminal import BAD, stdout
 from retain.config import Settings
@@ -36,8 +38,33 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Say what this machine can run and what is missing. Exit 1 where Retain itself cannot work."""
+def doctor(
+    context: typer.Context,
+    engines: Annotated[
+        bool, typer.Option("--engines", help="Have every two engines try each other's KV, and record it.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="With --engines: the model to try them with.")
+    ] = "smollm2",
+    python: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python",
+            metavar="ENGINE=PATH",
+            help="With --engines: the Python of another environment that has an engine. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what this machine can run and what is missing. Exit 1 where Retain itself cannot work.
+
+    With --engines, every two engines that can run the model make a handshake: what passes is shared between
+    them from then on by engines that are started later.
+    """
+    if engines:
+        handshakes(model, python or (), as_json)
+        return
     findings = [*_core(), *_optional(), *_machine(settings(context))]
     if as_json:
         print(json.dumps([asdict(each) for each in findings]))
