@@ -1,5 +1,6 @@
 """The daemon outlives its clients, is met again after its end, and never causes a hang or wrong bytes."""
 
+import fcntl
 import json
 import os
 import resource
@@ -21,7 +22,7 @@ from retain.bench.chaos.footprint import footprint
 from retain.block import cut
 from retain.cache import Query
 from retain.codecs import codec
-from retain.daemon import messages, start, wire
+from retain.daemon import messages, server, start, wire
 from retain.daemon.client import RemoteCache
 from retain.errors import StoreUnavailable
 from retain.model import Slice
@@ -623,3 +624,20 @@ def test_a_daemon_that_was_started_on_demand_is_no_child_of_who_started_it(conne
     assert int(status[1]) != os.getpid()
     parent = Path(f"/proc/{status[1]}/cmdline").read_bytes()
     assert b"pytest" not in parent
+
+
+def test_the_death_of_a_client_is_noticed_by_a_descriptor_of_any_number():
+    most, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, 2048), hardest))
+    child = subprocess.Popen(["sleep", "60"])
+    pidfd = os.pidfd_open(child.pid)
+    high = fcntl.fcntl(pidfd, fcntl.F_DUPFD, 1500)  # select takes none over 1,023
+    try:
+        assert not server.ended(high)
+        child.kill()
+        wait_for(lambda: server.ended(high))
+    finally:
+        child.kill()
+        child.wait()
+        os.close(pidfd), os.close(high)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hardest))

@@ -178,7 +178,7 @@ class Server:
         while not self._stop.wait(
             SWEEP_SECONDS if self._quarantine or self._idle_seconds else 10 * SWEEP_SECONDS
         ):
-            self._let_out(lambda pidfd, session: _ended(pidfd))
+            self._let_out(lambda pidfd, session: ended(pidfd))
             self.desk.expire()
             with self._lock:
                 idle = not self.desk.sessions.all() and not self._quarantine
@@ -195,7 +195,8 @@ class Server:
                 self.stop()
 
 
-def _ended(pidfd: int) -> bool:
+def ended(pidfd: int) -> bool:
+    """Whether the process of a pidfd has ended."""
     poll = select.poll()  # select itself takes no descriptor over 1,023
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
