@@ -29,7 +29,7 @@ from .client import RemoteCache
 START_SECONDS = 30.0
 """How long a start on demand may take: rebuilding the index of a full disk tier counts in."""
 
-AGAIN_SECONDS = 10.0
+AGAIN_SECONDS = 15.0
 """After how long a daemon that was started and does not answer counts as dead: another one is started, which
 ends by itself if the first was merely slow.
 """

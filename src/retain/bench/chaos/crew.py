@@ -19,7 +19,7 @@ from retain.bench.chaos.client import DEADLINES, END, GO, REST
 from retain.bench.services import with_parent
 from retain.errors import RetainError
 
-SILENT_SECONDS = 10.0
+SILENT_SECONDS = 60.0
 """After how long without a word a client counts as hanging."""
 
 
@@ -104,7 +104,7 @@ class Crew:
         """Have everyone work."""
         os.pwrite(self._order, GO, 0)
 
-    def rest(self, seconds: float = 60.0) -> None:
+    def rest(self, seconds: float = 120.0) -> None:
         """Have everyone put down what it holds, and wait until it has. Raises CrewError."""
         os.pwrite(self._order, REST, 0)
         asked = time.monotonic()
