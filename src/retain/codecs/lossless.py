@@ -1,8 +1,8 @@
-"""lossless: byte planes compressed with zstd, bit-exact for every value, NaN payloads included.
+"""lossless: bit-exact for every value, NaN payloads included.
 
-Each number is rotated left by one bit, so that its exponent fills the top byte and its sign joins the
-mantissa; then the bytes of equal rank are laid together. Exponents of neighbouring numbers are alike and
-compress; mantissas hardly do.
+Objects are written as `exponents` describes; those of earlier versions, without a word in their header's
+`parameters`, are byte planes compressed with zstd: each number is rotated left by one bit, so that its
+exponent fills the top byte and its sign joins the mantissa, and the bytes of equal rank are laid together.
 """
 
 from __future__ import annotations
@@ -12,55 +12,48 @@ from collections.abc import Mapping
 import numpy as np
 import zstandard
 
+from retain.codecs import exponents
 from retain.codecs.base import Array, Encoded, container
 from retain.errors import InvalidObject
 from retain.header import BlockHeader
 from retain.identity import Tokens
 
-LEVEL = 3
+EXPONENTS = "exponents"
 _PLANE = "plane"
 
 
 class Lossless:
-    """One stream a byte plane: `k.plane0` (lowest byte) upwards."""
+    """Streams as `exponents` writes them."""
 
     name = "lossless"
     lossy = False
 
     def encode(self, arrays: Mapping[str, Array], tokens: Tokens, header: BlockHeader) -> Encoded:
-        compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True, write_checksum=False)
-        streams: dict[str, Array] = {}
-        for name, array in arrays.items():
-            for rank, plane in enumerate(_planes(array)):
-                streams[f"{name}.{_PLANE}{rank}"] = np.frombuffer(compressor.compress(plane.data), np.uint8)
-        return Encoded(streams)
+        return Encoded(exponents.encode(arrays, header.dtype), EXPONENTS)
 
     def decode(
         self, streams: Mapping[str, Array], tokens: Tokens, header: BlockHeader, out: Mapping[str, Array]
     ) -> None:
-        width = container(header.dtype).itemsize
-        expected = {f"{name}.{_PLANE}{rank}" for name in out for rank in range(width)}
-        if streams.keys() != expected:
-            raise InvalidObject(
-                f"lossless block holds streams {sorted(streams)}, expected {sorted(expected)}"
-            )
-        decompressor = zstandard.ZstdDecompressor()
-        for name, array in out.items():
-            unsigned = np.dtype(f"u{width}")
-            turned = np.empty((array.size, width), np.uint8)
-            for rank in range(width):
-                turned[:, rank] = _plane(decompressor, streams[f"{name}.{_PLANE}{rank}"], array.size, name)
-            numbers = turned.reshape(-1).view(unsigned)
-            np.copyto(
-                array.view(unsigned), ((numbers >> 1) | (numbers << (8 * width - 1))).reshape(array.shape)
-            )
+        if header.codec == self.name and not header.parameters:
+            _decode_planes(streams, header.dtype, out)
+        else:
+            exponents.decode(streams, header.dtype, out)
 
 
-def _planes(array: Array) -> list[Array]:
-    width = array.dtype.itemsize
-    numbers = np.ascontiguousarray(array).view(np.dtype(f"u{width}")).reshape(-1)
-    turned = ((numbers << 1) | (numbers >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
-    return [np.ascontiguousarray(turned[:, rank]) for rank in range(width)]
+def _decode_planes(streams: Mapping[str, Array], dtype: str, out: Mapping[str, Array]) -> None:
+    """One stream a byte plane: `k.plane0` (lowest byte) upwards."""
+    width = container(dtype).itemsize
+    expected = {f"{name}.{_PLANE}{rank}" for name in out for rank in range(width)}
+    if streams.keys() != expected:
+        raise InvalidObject(f"lossless block holds streams {sorted(streams)}, expected {sorted(expected)}")
+    decompressor = zstandard.ZstdDecompressor()
+    for name, array in out.items():
+        unsigned = np.dtype(f"u{width}")
+        turned = np.empty((array.size, width), np.uint8)
+        for rank in range(width):
+            turned[:, rank] = _plane(decompressor, streams[f"{name}.{_PLANE}{rank}"], array.size, name)
+        numbers = turned.reshape(-1).view(unsigned)
+        np.copyto(array.view(unsigned), ((numbers >> 1) | (numbers << (8 * width - 1))).reshape(array.shape))
 
 
 def _plane(decompressor: zstandard.ZstdDecompressor, stream: Array, size: int, name: str) -> Array:

@@ -134,8 +134,8 @@ def coarser(numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 def frequencies_of(weights: Array, needed: Array) -> npt.NDArray[np.uint16]:
-    """Whole frequencies that sum to 4096, in proportion to weights; those needed are at least 1, and symbols
-    rarer than half of that have none."""
+    """Whole frequencies that sum to 4096, in proportion to weights; those needed, at least two, are at least
+    1, and symbols rarer than half of that have none."""
     share = weights / weights.sum() * TOTAL
     made = np.where(needed | (share >= 0.5), np.maximum(np.rint(share), 1), 0).astype(np.int64)
     while (excess := int(made.sum()) - TOTAL) != 0:
@@ -145,10 +145,6 @@ def frequencies_of(weights: Array, needed: Array) -> npt.NDArray[np.uint16]:
         with np.errstate(divide="ignore", invalid="ignore"):
             cost = np.where(able, share * np.log((made + 0.0) / (made + change)), np.inf)
         made[int(np.argmin(cost))] += change
-    if made.max() >= TOTAL:
-        made[int(np.argmax(made))] -= 1
-        other = int(np.argsort(weights)[-2]) if weights.size > 1 else 0
-        made[other] += 1
     return made.astype(np.uint16)
 
 
