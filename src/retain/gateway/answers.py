@@ -62,6 +62,7 @@ class Account:
             "load_seconds": _rounded(report.load_seconds),
             "saved_seconds": _rounded(report.saved_seconds),
             "fidelity": report.fidelity,
+            "classes": dict(report.classes),
             "written_tokens": report.written,
             "lost_tokens": report.lost,
             "miss": None if self.miss is None else asdict(self.miss),

@@ -39,13 +39,14 @@ class Step:
 class Report:
     """What a run read, computed and kept: the prompt's tokens by tier and computed, tokens newly written.
 
-    `found` is what the cache had before the planner shortened it; `saved_seconds` what reading took less than
-    computing would have, where that can be told. `fidelity` is what the answer's KV inherits from what was
-    read (see retain.fidelity). `lost` counts kept tokens of an earlier answer that this prompt renders
-    differently.
+    `classes` are the tokens that were read, by class: exact, or kin of another variant. `found` is what the
+    cache had before the planner shortened it; `saved_seconds` what reading took less than computing would
+    have, where that can be told. `fidelity` is what the answer's KV inherits from what was read (see
+    retain.fidelity). `lost` counts kept tokens of an earlier answer that this prompt renders differently.
     """
 
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
+    classes: Mapping[str, int] = field(default_factory=dict)
     found: int = 0
     computed: int = 0
     written: int = 0

@@ -200,6 +200,7 @@ class LocalRun:
         told = self._generation.report
         return Report(
             tokens_by_tier=dict(told.reused),
+            classes=dict(told.classes),
             found=told.found,
             computed=told.computed,
             written=told.written,

@@ -60,6 +60,12 @@ class Meter:
             ["source"],
             registry=self._registry,
         )
+        self._classes = Counter(
+            "retain_reused_tokens",
+            "Tokens of prompts whose KV was read, by class: exact, kin, kin-quantised, lossy.",
+            ["class"],
+            registry=self._registry,
+        )
         self._generated = Counter("retain_generated_tokens", "Tokens generated.", registry=self._registry)
         self._written = Counter(
             "retain_cache_write_tokens", "Tokens whose KV was newly kept.", registry=self._registry
@@ -125,6 +131,8 @@ class Meter:
         self._requests.labels(ending.reason).inc()
         for source, tokens in [*report.tokens_by_tier.items(), ("computed", report.computed)]:
             _add(self._prompt.labels(source), tokens)
+        for name, tokens in report.classes.items():
+            _add(self._classes.labels(name), tokens)
         _add(self._generated, ending.generated)
         _add(self._written, report.written)
         _add(self._saved, report.saved_seconds or 0.0)
