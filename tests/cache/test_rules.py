@@ -34,6 +34,16 @@ def test_a7_a_tenants_quota_counts_what_earlier_runs_left(tmp_path: Path) -> Non
             assert cache.stats().tiers["disk"].bytes == sum(path.stat().st_size for path in files(tmp_path))
 
 
+def test_a7_a_smaller_quota_is_kept_from_the_start(tmp_path: Path) -> None:
+    with retain.open("memory:8MiB", f"disk:{tmp_path}") as cache:
+        for salt in (ALICE, BOB):
+            fill(cache, chain_of(range(96), salt=salt))
+    with retain.open("memory:8MiB", f"disk:{tmp_path}?quota.bob={SIZE * 2}") as cache:
+        wait_for(lambda: cache.stats().tiers["disk"].tenants["bob"] == (2, 2 * SIZE))
+        assert read(cache, chain_of(range(96), salt=BOB))[0] == 32
+        assert read(cache, chain_of(range(96), salt=ALICE))[0] == 96
+
+
 def test_ages_and_times_count_from_when_a_block_was_stored_not_from_a_restart(tmp_path: Path) -> None:
     old, young = chain_of(range(32)), chain_of(range(100, 132))
     with retain.open("memory:8MiB", f"disk:{tmp_path}") as cache:

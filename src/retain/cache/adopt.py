@@ -133,6 +133,7 @@ class Adopter:
                     tier.remove(slot)
                 else:
                     tier.learn(each.name, frame.header)
+            tier.room.keep_quotas()
         except Exception as error:
             self._ledger.failure(f"reading the headers of the {tier.name} tier failed", error)
         finally:

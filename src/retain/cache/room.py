@@ -69,6 +69,13 @@ class Room:
         with self._tier.lock:
             return self._within_quota(size, tenant)
 
+    def keep_quotas(self) -> None:
+        """Evict what tenants have beyond their quotas: what earlier runs left, under other rules."""
+        tier = self._tier
+        with tier.lock:
+            for tenant in [tenant for tenant, _, _ in tier.spaces.shares()]:
+                self._within_quota(0, tenant)
+
     def evict_one(self) -> bool:
         """Remove the least valuable object that nobody leases or pins; False where there is none."""
         self._tier.gaps.settle()
