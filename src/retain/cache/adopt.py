@@ -30,12 +30,19 @@ ADOPT_SECONDS = 1.0
 """How long opening a cache waits for the headers of what it found; the rest is read in the background."""
 
 
+INDEX_SECONDS = 2.0
+"""How long opening a cache waits for the list of what a tier of its own holds. A million objects take longer;
+until then lookups ask the store itself, and nothing is written to a tier that has a capacity.
+"""
+
+
 class Adopter:
-    """Scans tiers when a cache opens, and reads the headers of what it finds in the background."""
+    """Scans tiers when a cache opens, and reads the headers of what it finds, all in the background."""
 
     def __init__(self, tiers: Sequence[Tier], ledger: Ledger) -> None:
         self._ledger = ledger
         self._workers = Workers("retain-adopt", 1)
+        self._scanners = Workers("retain-scan", max(1, len(tiers)))
         self._closed = threading.Event()
         self._adopted: dict[str, threading.Event] = {}
         for tier in tiers:
@@ -50,28 +57,63 @@ class Adopter:
             else:
                 done.set()
             return
+        tier.indexed.clear()
+        self._scanners.submit(lambda: self._index(tier, done))
+        tier.indexed.wait(INDEX_SECONDS)
+        done.wait(ADOPT_SECONDS if tier.indexed.is_set() else 0.0)
+
+    def _index(self, tier: Tier, done: threading.Event) -> None:
+        """Enter what a tier of this cache's own holds from earlier, the oldest first."""
         try:
             found = sorted(tier.store.scan(), key=lambda each: each.modified)
         except StoreError as error:
-            self._ledger.failure(f"the {tier.name} tier could not be scanned", error)
+            if not self._closed.is_set():
+                self._ledger.failure(f"the {tier.name} tier could not be scanned", error)
+            tier.indexed.set()
             done.set()
             return
         adopted: list[StoredObject] = []
         for each in found:
+            if self._closed.is_set():
+                break
             try:
-                tier.adopt(each, time.time() - each.modified)
-                adopted.append(each)
+                if self._enter(tier, each):
+                    adopted.append(each)
             except (ValueError, KeyError) as error:
                 self._ledger.failure(
                     f"a foreign object lies in the {tier.name} tier and is left alone", error
                 )
         self._ledger.count("adopted_objects", len(adopted))
+        tier.indexed.set()
         if tier.room.make(0):
             tier.room.give_back(0)
         else:
             self._ledger.failure(f"the {tier.name} tier holds more than its capacity", f"{tier.used} bytes")
         self._workers.submit(lambda: self._learn(tier, adopted, done))
-        done.wait(ADOPT_SECONDS)
+
+    def _enter(self, tier: Tier, found: StoredObject) -> bool:
+        with tier.lock:
+            if not tier.indexed.is_set() and (tier.find(found.name) is not None or tier.leaving(found.name)):
+                return False  # a lookup was faster
+            tier.adopt(found, max(0.0, time.time() - found.modified))
+            return True
+
+    def look(self, tier: Tier, names: Sequence[str]) -> int:
+        """Enter those of these objects that a tier holds which is not listed yet; how many there are."""
+        found = 0
+        for name in names:
+            try:
+                size = tier.store.size(name)
+                if (
+                    size
+                    and not tier.indexed.is_set()
+                    and self._enter(tier, StoredObject(name, size, time.time()))
+                ):
+                    found += 1
+            except (KeyError, ValueError, StoreError) as error:
+                self._ledger.failure(f"the {tier.name} tier could not be asked", error)
+                break
+        return found
 
     def _list(self, tier: Tier, done: threading.Event) -> None:
         try:
@@ -147,6 +189,7 @@ class Adopter:
 
     def close(self) -> None:
         self._closed.set()
+        self._scanners.stop()
         self._workers.stop()
 
 

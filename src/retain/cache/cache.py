@@ -31,6 +31,7 @@ from .ledger import Ledger
 from .place import Arena
 from .planner import Planner
 from .prefetch import Prefetcher
+from .probe import Prober
 from .read import Reader, Want
 from .results import (
     Hit,
@@ -45,6 +46,7 @@ from .results import (
     Tally,
     TierStats,
     read_ticket,
+    span,
 )
 from .select import Selection
 from .tier import Tier
@@ -77,6 +79,7 @@ class Cache:
         self.demoter = Demoter(self.arena, self.tiers[1:], ledger)
         self.reader.promoted = self.demoter.promoted
         self.prefetcher = Prefetcher(self.tiers, self.reader, ledger, self.tiers[0].rules.ahead)
+        self.prober = Prober(self.tiers, ledger, self.planner)
         self.control = Control(self.tiers, self.finder.adopter, ledger, self._cancel)
         self.warmer = Warmer(self.tiers, self.reader, self.finder.adopter, ledger)
         self.gaps = self.tiers[0].gaps
@@ -118,7 +121,7 @@ class Cache:
 
     def load(self, hit: Hit, *, timeout: float = 30.0) -> Loaded:
         """Read a hit's blocks, verified, in order, ending before the first that cannot be had within
-        `timeout` seconds.
+        `timeout` seconds, or as soon as computing them would have been.
 
         Takes over the hit's lease. Blocks of lower tiers are read into the arena and stay there.
         """
@@ -132,7 +135,9 @@ class Cache:
                 parts = again
                 lease = self._lease(lambda: self.finder.release(again), LEASE_SECONDS)
             try:
-                blocks, leases = self.reader.read(hit.query, parts, start + timeout)
+                patience = self.planner.patience(hit.query.spec, *span(parts))
+                wait = timeout if patience is None else min(timeout, patience)
+                blocks, leases = self.reader.read(hit.query, parts, start + wait)
             finally:
                 lease.release()
         except Exception as error:
@@ -278,6 +283,7 @@ class Cache:
         self._closed = True
         self.finder.close()
         self.prefetcher.close()
+        self.prober.close()
         self.demoter.close()
         self.reader.close()
         for tier in self.tiers:
@@ -384,7 +390,9 @@ class Cache:
             )
             for part in parts
         ]
-        return parts[: self.planner.best_prefix(query.spec, blocks, int(query.chain.tokens.size))]
+        count = self.planner.best_prefix(query.spec, blocks, int(query.chain.tokens.size))
+        self.prober.probe(parts[count:])
+        return parts[:count]
 
     def _by_tier(self, parts: Sequence[Part]) -> dict[str, int]:
         """Tokens by the kind of tier they come from: the lowest, where a block comes from several."""

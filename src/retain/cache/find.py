@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from retain.errors import InvalidObject, StoreError
-from retain.header import Frame
+from retain.header import Frame, object_name
 from retain.identity import TAIL_TOKENS, Chain, Tokens, block_key
 from retain.model import ModelSpec, Slice
 
@@ -163,6 +163,8 @@ class Finder:
             return Found((), ())
         keys = search.keys[: -(-search.limit // search.block_tokens)]
         matches = self._match(keys, search)
+        if self._look(matches, keys, search):
+            matches = self._match(keys, search)
         tails = search.tails() if self._asker else []
         if self._asker and self._ask(matches, keys, tails, search):
             matches = self._match(keys, search)
@@ -194,6 +196,26 @@ class Finder:
         anew because loading it was not worth its time: it belongs in memory.
         """
         return self._tiers[0].equals(name)
+
+    def _look(self, matches: Sequence[Slots], keys: Sequence[bytes], search: Search) -> bool:
+        """Look up blocks in tiers that are not listed yet, up to the first that is missing; whether any was
+        found. Nothing is looked for where all tiers are listed.
+        """
+        found = 0
+        for tier in self._tiers[1:]:
+            if tier.indexed.is_set():
+                continue
+            for index, key in enumerate(keys):
+                if any(slots[index] != NONE for slots in matches):
+                    continue
+                names = [
+                    object_name(key, search.spec.variant, part, tier.codec.name)
+                    for part in dict.fromkeys((search.spec.whole, search.wanted))
+                ]
+                if not self.adopter.look(tier, names):
+                    break
+                found += 1
+        return found > 0
 
     def _ask(
         self,

@@ -33,6 +33,7 @@ COUNTERS = (
     "written_bytes",
     "promoted_blocks",
     "prefetched_blocks",
+    "probes",
     "declined_objects",
     "declined_bytes",
     "unchained_blocks",

@@ -121,7 +121,10 @@ class Reader:
         for late in tasks[len(rows) :]:
             for task in late:
                 task.when_done(_give_back)
-        self._observe(rows, time.perf_counter() - start)
+        ended = time.perf_counter()
+        self._observe(rows, ended - start)
+        if ended >= deadline:
+            self._observe_late(parts, len(rows), ended - start)
         return rows
 
     def _observe(self, rows: Sequence[Sequence[Piece]], seconds: float) -> None:
@@ -132,6 +135,13 @@ class Reader:
             self._ledger.count("loaded_bytes", sum(each))
             if len(sizes) == 1:  # else the time would be one tier's blamed on another
                 self._planner.observe_load(self._tiers[number].name, len(each), sum(each), seconds)
+
+    def _observe_late(self, parts: Sequence[Part], done: int, seconds: float) -> None:
+        tiers = {source.tier for part in parts[done:] for source in part.sources}
+        if len(tiers) == 1 and done < len(parts):
+            asked = [source.size for part in parts for source in part.sources if source.tier in tiers]
+            name = self._tiers[tiers.pop()].name
+            self._planner.observe_load(name, len(asked), sum(asked), seconds, complete=False)
 
     def close(self) -> None:
         self._workers.stop()

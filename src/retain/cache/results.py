@@ -67,6 +67,11 @@ class Part:
     sources: tuple[Source, ...]
 
 
+def span(parts: Sequence[Part]) -> tuple[int, int]:
+    """Where the tokens of a hit's parts begin, and how many they are."""
+    return (parts[0].first if parts else 0), sum(part.tokens for part in parts)
+
+
 class Lease:
     """A claim on blocks: they stay while it lasts. It ends when released, when its owner is gone, or at its
     deadline.

@@ -43,6 +43,8 @@ class Room:
         cannot be.
         """
         tier = self._tier
+        if tier.bounded and not tier.indexed.is_set():
+            return False  # how much there is already is not known yet
         tier.gaps.settle()
         with tier.lock:
             tier.expire()

@@ -68,6 +68,9 @@ class Tier:
         self.freed = threading.Condition(self.lock)
         self.tenants = tenants or Tenants(name for name, _ in (*self.rules.quotas, *self.rules.ttls) if name)
         self.ages = Ages()
+        self.indexed = threading.Event()
+        """Set unless the tier's earlier objects are still being listed."""
+        self.indexed.set()
         self.touched: Callable[[Sequence[bytes]], None] | None = None
         """Told of the keys that are used."""
         self.gaps = gaps or Gaps()

@@ -36,7 +36,7 @@ from retain.cache import (
     TierStats,
 )
 from retain.cache.find import Found, continuation, nearest
-from retain.cache.results import Lease, Part, read_ticket
+from retain.cache.results import Lease, Part, read_ticket, span
 from retain.errors import InvalidObject
 from retain.header import BlockHeader
 from retain.identity import Chain
@@ -130,7 +130,9 @@ class RemoteCache:
         link = self._alive()
         if link is not None and hit.parts:
             try:
-                blocks, leases = exchange.load_blocks(link, hit, timeout)
+                patience = self.planner.patience(hit.query.spec, *span(hit.parts))
+                wait = timeout if patience is None else min(timeout, patience)
+                blocks, leases = exchange.load_blocks(link, hit, wait)
             except (wire.WireError, InvalidObject, ValueError) as error:
                 self._failed("a load from the daemon failed", error)
         parts = hit.parts[: len(blocks)]

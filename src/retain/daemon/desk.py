@@ -231,11 +231,13 @@ class Desk:
             chosen = (
                 looked.candidates[request.candidate : request.candidate + 1] if request.candidate >= 0 else ()
             )
-            dropped = looked.parts[request.parts :] + tuple(c for c in looked.candidates if c not in chosen)
+            unread = looked.parts[request.parts :]
+            dropped = unread + tuple(c for c in looked.candidates if c not in chosen)
             looked.parts, looked.candidates = looked.parts[: request.parts], chosen
             looked.settled.set()
             if not looked.parts and not chosen:
                 del session.looked[request.lease]
+        self.cache.prober.probe(unread)
         self.cache.finder.release(dropped)
 
     def _on_load(self, session: Session, request: messages.Load) -> messages.Reply:
