@@ -182,8 +182,13 @@ def plot(report: Report) -> Figure:
             continue
         if name not in LEVELS:
             axes.plot(bits, kl, "o", color="#8a93a3")
-        axes.annotate(name, (bits, kl), xytext=(6, 5), textcoords="offset points", color="0.25")
+        right = bits < 12
+        axes.annotate(
+            name, (bits, kl), xytext=(6 if right else -6, 5), textcoords="offset points", color="0.25",
+            ha="left" if right else "right",
+        )  # fmt: skip
     axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     axes.set_yscale("log")
     axes.set_xlabel("bits a value (logarithmic)")
     axes.set_ylabel("mean KL of the next tokens, nats (logarithmic)")

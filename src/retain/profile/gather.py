@@ -18,7 +18,7 @@ from retain.identity import Tokens
 from retain.model import LayerGroup, LayerSpec, layer_groups
 
 SINKS = 4
-"""Tokens at a sequence's start that the ladder keeps as they are: the first of them is unlike any other."""
+"""Tokens at a sequence's start that are left out of everything learned: the first is unlike any other."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from retain.codecs.ladder.learn import learn_tables
 from retain.codecs.ladder.profile import Floats, Part, Profile
 from retain.identity import Tokens
 from retain.model import ModelSpec
-from retain.profile.gather import SINKS, Gathered, Sample
+from retain.profile.gather import Gathered, Sample
 from retain.profile.sensitivity import Sensitivity, weight_of
 
 WIDTH = 2048
@@ -98,7 +98,7 @@ def learn(
         kin=spec.kin,
         model=spec.name,
         layers=spec.layers,
-        sinks=SINKS,
+        sinks=sensitivity.sinks,
         step=step,
         parts=tuple(parts),
         token_ids=tokens if any(part.predicted is not None for part in parts) else tokens[:0],

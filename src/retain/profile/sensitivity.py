@@ -20,6 +20,10 @@ from retain.model import LayerSpec
 from retain.profile.gather import SINKS, Plan
 from retain.profile.measure import KV, Judge
 
+LOUD = 100.0
+"""Squared gradients of a token, in units of the median one, from which it is kept as it is at a sequence's
+start: in SmolLM2 the first has 80,000 times as much and more, those behind it have nothing special."""
+
 RIDGE = 10.0
 LEAST = 1e-6
 NOISE = 0.15
@@ -37,11 +41,12 @@ class Probe:
 
 @dataclass(frozen=True, eq=False)
 class Sensitivity:
-    """What errors cost: `weights[layer]` for K and V, and a probe a part (none where there are no
-    gradients)."""
+    """What errors cost: `weights[layer]` for K and V, a probe a part (none where there are no gradients), and
+    how many tokens at a sequence's start cost so much that they are to be kept as they are."""
 
     weights: tuple[tuple[float, float], ...]
     probes: tuple[Probe | None, ...]
+    sinks: int = SINKS
 
 
 class Gradients:
@@ -51,14 +56,18 @@ class Gradients:
         self._layers = layers
         self._squares: list[list[tuple[Array, Array]]] = []
         self._features: list[list[Array]] = []
+        self._openings: list[Array] = []
 
     def add(self, kv: KV, gradients: KV) -> None:
         """The KV of a context and the gradients of what follows, equally shaped."""
         squares, features = [], []
+        energy = np.zeros(kv[0][0].shape[1])
         for spec, (k, v), (gk, gv) in zip(self._layers, kv, gradients, strict=True):
             free = Rotation([spec]).remove(np.asarray(k, np.float32)[None], 0)[0]
             features.append(features_of(free, v)[:, SINKS:])
             squares.append(((gk[:, SINKS:] ** 2).mean(-1), (gv[:, SINKS:] ** 2).mean(-1)))
+            energy += (gk**2).sum(axis=(0, 2)) + (gv**2).sum(axis=(0, 2))
+        self._openings.append(energy[:SINKS] / max(float(np.median(energy[SINKS:])), 1e-30))
         self._squares.append(squares)
         self._features.append(features)
 
@@ -69,7 +78,9 @@ class Gradients:
             k, v = (float(np.mean([text[layer][side].mean() for text in self._squares])) for side in (0, 1))
             means.append((k, v))
         weights = _roots(means)
-        return Sensitivity(weights, tuple(self._probe(each, weights) for each in plans))
+        loud = np.flatnonzero(np.median(self._openings, axis=0) > LOUD)
+        sinks = 1 + int(loud.max(initial=0))
+        return Sensitivity(weights, tuple(self._probe(each, weights) for each in plans), sinks)
 
     def _probe(self, part: Plan, weights: Sequence[tuple[float, float]]) -> Probe:
         rows, given = [], []
