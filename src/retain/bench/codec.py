@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CONTEXT_TOKENS = 2048
 AFTER_TOKENS = 384
+LOSSLESS = "lossless (bf16)"
 PREFILLS = 2
 """How often a context is computed for the time it takes; the shortest counts."""
 
@@ -58,6 +59,7 @@ def run(
     files: Sequence[Path] = (),
     data: Path | None = None,
     peers: str | None = None,
+    codecs: Sequence[str] = (),
     context: int = CONTEXT_TOKENS,
     after: int = AFTER_TOKENS,
 ) -> Report:
@@ -65,7 +67,8 @@ def run(
     read back.
 
     The model computes in float32. Retain's levels need a profile of it: `retain profile MODEL`. `peers` is
-    the Python of a venv with LMCache; without it CacheGen is left out. Raises ConfigError.
+    the Python of a venv with LMCache; without it CacheGen is left out. `codecs` are those to judge, by
+    default all. Raises ConfigError.
     """
     loaded = load(model)
     study = Study(loaded)
@@ -77,7 +80,7 @@ def run(
     contenders = [
         Contender("fp16", lambda _, kv: rivals.float16(kv)),
         Contender("bf16", lambda _, kv: rivals.bfloat16(kv)),
-        Contender("lossless (bf16)", lambda text, kv: lossless(study.spec, text.tokens, kv)),
+        Contender(LOSSLESS, lambda text, kv: lossless(study.spec, text.tokens, kv)),
         Contender("int8 a token and head", lambda _, kv: rivals.int8(kv)),
         Contender("fp8 e4m3", lambda _, kv: rivals.fp8(kv)),
         Contender("KIVI 4 bit", lambda _, kv: rivals.kivi(kv)),
@@ -88,6 +91,11 @@ def run(
             Contender("CacheGen (LMCache)", lambda _, kv: rivals.lmcache_cachegen(kv, peers, folder))
         )
     contenders.extend(Contender(level, _level(study, level)) for level in LEVELS)
+    if codecs:
+        known = {_key(each.name): each for each in contenders}
+        if unknown := [name for name in codecs if name not in known]:
+            raise ConfigError(f"no codec {unknown[0]!r} is judged here; known are {', '.join(known)}")
+        contenders = [each for key, each in known.items() if key in codecs]
     found = {each.name: Found() for each in contenders}
     prefill: list[float] = []
     with Steps("codec", len(texts) * (len(contenders) + 1)) as steps:
@@ -145,27 +153,32 @@ def _report(texts: Sequence[Document], found: dict[str, Found], prefill: Sequenc
             row["encode_x_prefill"] = float(np.median(np.divide(prefill, each.encode_seconds)))
             row["decode_x_prefill"] = float(np.median(np.divide(prefill, each.decode_seconds)))
         rows.append(row)
-        key = _KEYS.get(name, name)
+        key = _key(name)
         ratios[f"codec.{key}.ratio"] = 16 / each.bpv
         ratios[f"codec.{key}.kl"] = kl
         for direction in ("encode", "decode"):
             if f"{direction}_x_prefill" in row:
                 ratios[f"codec.{key}.{direction}_over_prefill"] = float(row[f"{direction}_x_prefill"] or 0)
-    exact = found["lossless (bf16)"].effects
-    same = all(
-        np.array_equal(mine.kl, bf16.kl) for mine, bf16 in zip(exact, found["bf16"].effects, strict=True)
-    )
-    return Report("codec", rows, ratios, {"lossless_is_exact": same})
+    checks: dict[str, bool] = {}
+    if {"bf16", LOSSLESS} <= found.keys():
+        pairs = zip(found[LOSSLESS].effects, found["bf16"].effects, strict=True)
+        checks["lossless_is_exact"] = all(np.array_equal(mine.kl, bf16.kl) for mine, bf16 in pairs)
+    return Report("codec", rows, ratios, checks)
+
+
+def _key(name: str) -> str:
+    """How ratios are called for a codec, and what a user types."""
+    return _KEYS.get(name, name)
 
 
 _KEYS = {
-    "lossless (bf16)": "lossless",
+    LOSSLESS: "lossless",
     "int8 a token and head": "int8",
     "fp8 e4m3": "fp8",
     "KIVI 4 bit": "kivi4",
     "CacheGen (LMCache)": "cachegen",
 }
-"""How ratios are called for codecs whose name in the table is more than a word."""
+"""A word for each codec whose name in the table is more than that."""
 
 
 def plot(report: Report) -> Figure:
@@ -175,7 +188,7 @@ def plot(report: Report) -> Figure:
         str(row["codec"]): (float(row["bits_per_value"] or 0), float(str(row["mean_kl"])))
         for row in report.rows
     }
-    line = [points[level] for level in LEVELS]
+    line = [points[level] for level in LEVELS if level in points]
     axes.plot(*zip(*line, strict=True), "o-", color="#1f77d0", label="Retain's levels")
     for name, (bits, kl) in points.items():
         if name.startswith("lossless"):

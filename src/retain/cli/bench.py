@@ -31,6 +31,14 @@ def store(
     tier: Annotated[
         str, typer.Option(metavar="LIST", help="Of memory, disk, redis, http and object, with commas.")
     ] = "memory,disk",
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PYTHON",
+            help="With disk: the Python of a venv with LMCache, for its file adapter.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -40,7 +48,8 @@ def store(
     """
     from retain.bench import store as bench
 
-    finish(bench.run(tiers=[each.strip() for each in tier.split(",")]), bench.plot, as_json, plot)
+    chosen = [each.strip() for each in tier.split(",")]
+    finish(bench.run(tiers=chosen, peers=peers), bench.plot, as_json, plot)
 
 
 @app.command("keys")
@@ -103,7 +112,7 @@ def trace(
 
 
 @app.command("codec")
-def codec(
+def codecs(
     context: typer.Context,
     model: Model = None,
     text: Annotated[
@@ -113,6 +122,10 @@ def codec(
     peers: Annotated[
         str | None,
         typer.Option(metavar="PYTHON", help="The Python of a venv with LMCache.", show_default=False),
+    ] = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="Judge this one: fp8, near, cachegen ... Repeatable.", show_default=False),
     ] = None,
     data: Data = None,
     as_json: Json = False,
@@ -126,7 +139,8 @@ def codec(
     from retain.bench import codec as bench
 
     chosen = settings(context, model=model, data=data)
-    finish(bench.run(chosen.model, text or (), chosen.data, peers), bench.plot, as_json, plot)
+    report = bench.run(chosen.model, text or (), chosen.data, peers, codec or ())
+    finish(report, bench.plot, as_json, plot)
 
 
 @app.command("ttft")
