@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,12 @@ def converted(block: Block, dtype: str) -> Block:
     return Block(replace(block.header, dtype=dtype), block.tokens, arrays)
 
 
+def check_range(arrays: Mapping[str, Array], dtype: str) -> None:
+    """Raise ForeignObject where a number that was made float16 did not fit."""
+    if dtype == "float16" and not all(np.isfinite(array).all() for array in arrays.values()):
+        raise ForeignObject("the block has numbers beyond 65,504, which float16 cannot hold")
+
+
 def _array(array: Array, held: str, wanted: str) -> Array:
     if held == "bfloat16":
         array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -32,6 +39,5 @@ def _array(array: Array, held: str, wanted: str) -> Array:
         return (rounded >> np.uint32(16)).astype(np.uint16)
     with np.errstate(over="ignore"):
         found = array.astype(np.float16 if wanted == "float16" else np.float32)
-    if wanted == "float16" and not np.isfinite(found).all():
-        raise ForeignObject("the block has numbers beyond 65,504, which float16 cannot hold")
+    check_range({"": found}, wanted)
     return found

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from retain.digests import replacing
+from retain.errors import ConfigError
 from retain.fidelity import KINSHIPS
+from retain.identity import digest
 from retain.model import ModelSpec
 
 _FORMAT = 1
@@ -77,6 +79,29 @@ class Peer:
         return replace(spec, variant=self.variant, dtype=self.dtype)
 
 
+def kept_as(spec: ModelSpec, interchange: str | None) -> ModelSpec:
+    """The spec under which an engine keeps its KV, where it asks for a dtype of interchange. Raises
+    ConfigError."""
+    if interchange is None or interchange == spec.dtype:
+        return spec
+    if interchange != "float16":
+        raise ConfigError(
+            f"KV in {spec.dtype} is interchanged as it is or in float16, not in {interchange!r}"
+        )
+    return interchanged(spec)
+
+
+def interchanged(spec: ModelSpec) -> ModelSpec:
+    """The spec under which an engine with float32 KV keeps it in float16: half the bytes, another variant."""
+    if spec.dtype != "float32":
+        raise ConfigError(f"float16 interchange is for KV in float32; this engine's is {spec.dtype}")
+    return replace(spec, dtype="float16", variant=_halved(spec.variant))
+
+
+def _halved(variant: bytes) -> bytes:
+    return digest("retain/interchange", variant, "float16")
+
+
 def record_path() -> Path:
     """The record's file: $XDG_STATE_HOME/retain/handshakes.json, by default under ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME")
@@ -91,12 +116,16 @@ def peers_of(spec: ModelSpec, producer: str, path: Path | None = None) -> tuple[
 
 def peers_in(verdicts: Iterable[Verdict], spec: ModelSpec, producer: str) -> tuple[Peer, ...]:
     """The same from verdicts at hand."""
-    found = [
-        Peer(each.writer.variant, each.writer.dtype, each.writer.producer, each.kinship)
-        for each in verdicts
-        if each.passed
-        and (each.kin, each.reader.variant, each.reader.producer) == (spec.kin, spec.variant, producer)
-    ]
+    found = []
+    for each in verdicts:
+        reader = (each.kin, each.reader.variant, each.reader.producer)
+        if each.passed and reader == (spec.kin, spec.variant, producer):
+            writer = each.writer
+            found.append(Peer(writer.variant, writer.dtype, writer.producer, each.kinship))
+            if writer.dtype == "float32":
+                found.append(Peer(_halved(writer.variant), "float16", writer.producer, each.kinship))
+    if spec.dtype == "float32":  # its own, where it kept it in float16
+        found.insert(0, Peer(_halved(spec.variant), "float16", producer, KINSHIPS[0]))
     return tuple(sorted(found, key=lambda peer: KINSHIPS.index(peer.kinship)))
 
 

@@ -119,6 +119,26 @@ def test_after_a_handshake_one_engine_continues_on_the_others_kv_and_says_so(
         assert reader.forward(longer, fidelity="exact").report.reused_tokens == 0
 
 
+def test_float32_kv_is_interchanged_in_half_the_bytes_at_little_loss(
+    gguf: Callable[[str], Path], opened: Callable[..., Any]
+) -> None:
+    settings = llamacpp.Settings(threads=1, context=1024, flash=False, dtype="float32")
+    sizes, logits = [], []
+    for interchange in (None, "float16"):
+        cache = opened()
+        with llamacpp.attach(str(gguf("llama-gqa")), cache, settings, interchange=interchange) as engine:
+            engine.forward(PROBE)
+            assert engine.settle()
+            found = engine.forward(PROBE)
+            assert found.report.reused_tokens == 592
+            assert found.report.classes == {"exact" if interchange is None else "kin": 592}
+            sizes.append(cache.stats().counters["stored_bytes"])
+            logits.append(found.logits)
+            assert not cache.stats().failures
+    assert sizes[1] < 0.55 * sizes[0]
+    assert 0 < handshake.mean_kl(logits[0], logits[1]) < 1e-4
+
+
 def test_a_record_of_another_version_of_an_engine_counts_for_nothing(
     gguf: Callable[[str], Path], folder: Callable[[str], Path]
 ) -> None:

@@ -35,13 +35,15 @@ def attach(
     store_generated: bool = True,
     fidelity: str = "kin",
     peers: Sequence[Peer] | None = None,
+    interchange: str | None = None,
 ) -> Engine:
     """Load a GGUF file in llama.cpp and join it with a cache.
 
     The form of its KV is tried before the first request. `tenant` separates what is kept from that of other
     tenants; `store_generated` False keeps prompts only. `fidelity` is the lowest that requests accept which
     name none themselves (retain.fidelity); `peers` are the other variants whose KV it may take, by default
-    those of the handshakes on record. Raises UnsupportedModel, naming what cannot be kept.
+    those of the handshakes on record; `interchange` float16 keeps float32 KV in half the bytes. Raises
+    UnsupportedModel, naming what cannot be kept.
     """
     host = Host(find(model) if isinstance(model, str) else model, settings or Settings())
     try:
@@ -49,7 +51,7 @@ def attach(
     except BaseException:
         host.close()
         raise
-    requests = Requests(host, cache, store_generated=store_generated, peers=peers)
+    requests = Requests(host, cache, store_generated=store_generated, peers=peers, interchange=interchange)
     return Engine(host, requests, tokenizer, cache, tenant, checked(fidelity))
 
 

@@ -10,9 +10,11 @@ import numpy as np
 from retain.block import Block, array_shapes, make_header
 from retain.cache import BlockCache
 from retain.codecs.base import container
+from retain.dtypes import check_range
 from retain.engines.report import Report
 from retain.engines.writing import Writer
 from retain.identity import TAIL_TOKENS, Chain, Tokens, as_tokens
+from retain.model import ModelSpec
 
 from .host import Host
 from .native import version
@@ -39,9 +41,11 @@ class Recorder:
         kept: int,
         partial: tuple[Block, int] | None,
         inherits: tuple[str, bytes | None],
+        kept_as: ModelSpec,
     ) -> None:
         """`partial` is the last kept block and how many of its first tokens were used, where that is not all
-        of a block; `inherits` are fidelity and lineage of what is computed behind the kept tokens."""
+        of a block; `inherits` are fidelity and lineage of what is computed behind the kept tokens,
+        `kept_as` is the spec in whose dtype blocks are stored."""
         self._writer = writer
         self._cache = cache
         self._host = host
@@ -50,6 +54,7 @@ class Recorder:
         self._sequence = sequence
         self._kept = kept
         self._inherits = inherits
+        self._kept_as = kept_as
         self._next = kept // chain.block_tokens
         self._parent = chain.parent(self._next)
         self._held = kept
@@ -108,7 +113,7 @@ class Recorder:
         ids = as_tokens(tokens[first : first + count])
         arrays, self._arrays = self._open(), None
         header = make_header(
-            self._host.spec,
+            self._kept_as,
             space=self._chain.space,
             parent=self._parent,
             tokens=ids,
@@ -127,7 +132,8 @@ class Recorder:
             try:
                 place.tokens[:] = ids
                 for name, array in place.arrays.items():
-                    np.copyto(array, arrays[name][:, :, :count])
+                    np.copyto(array, arrays[name][:, :, :count], casting="same_kind")
+                check_range(place.arrays, header.dtype)
             except BaseException:
                 place.abandon()
                 raise

@@ -16,7 +16,7 @@ from retain.engines.report import Report
 from retain.engines.writing import Writer
 from retain.errors import UnsupportedInput
 from retain.fidelity import inherited
-from retain.handshake import Peer
+from retain.handshake import Peer, kept_as
 from retain.identity import Chain, Tokens, as_tokens, chain, space_of
 
 from .capture import PRODUCER, Recorder
@@ -76,12 +76,19 @@ class Requests:
     """Serves requests. Whatever goes wrong with the cache, the prompt is computed."""
 
     def __init__(
-        self, host: Host, cache: BlockCache, *, store_generated: bool, peers: Sequence[Peer] | None
+        self,
+        host: Host,
+        cache: BlockCache,
+        *,
+        store_generated: bool,
+        peers: Sequence[Peer] | None,
+        interchange: str | None,
     ) -> None:
         self._host = host
         self._cache = cache
         self._store_generated = store_generated
         self._peers = Peers(PRODUCER, peers)
+        self._kept_as = kept_as(host.spec, interchange)
         self._writer = Writer(cache)
         self._answers = Answers()
 
@@ -186,6 +193,7 @@ class Requests:
             kept.tokens,
             kept.partial,
             kept.inherits,
+            self._kept_as,
         )  # fmt: skip
         return Session(sequence, keys, request, kept.tokens, recorder, flight, request.tokens.tolist())
 

@@ -55,6 +55,7 @@ def attach(
     audit: float = 0.0,
     fidelity: str = "kin",
     peers: Sequence[Peer] | None = None,
+    interchange: str | None = None,
     spec: ModelSpec | None = None,
 ) -> Engine:
     """Join a transformers model and a cache. The model itself is not changed.
@@ -63,6 +64,7 @@ def attach(
     `tails` False whole blocks only. `audit` is the share of hits that is computed again when idle, and
     compared. `fidelity` is the lowest that requests accept which name none themselves (retain.fidelity).
     `peers` are the other variants whose KV it may take, by default those of the handshakes on record.
+    `interchange` float16 keeps float32 KV in half the bytes, at a KL of about 1e-7.
     `spec` saves the digest of the weights where it is known. Raises UnsupportedModel, naming what cannot be
     kept.
     """
@@ -71,7 +73,15 @@ def attach(
     if not 0 <= audit <= 1:
         raise ValueError(f"audit is a share of hits between 0 and 1, got {audit}")
     host = Host(model, spec)
-    requests = Requests(host, cache, store_generated=store_generated, tails=tails, audit=audit, peers=peers)
+    requests = Requests(
+        host,
+        cache,
+        store_generated=store_generated,
+        tails=tails,
+        audit=audit,
+        peers=peers,
+        interchange=interchange,
+    )
     return Engine(host, requests, tokenizer, cache, tenant, checked(fidelity))
 
 

@@ -11,9 +11,11 @@ from transformers.cache_utils import Cache as EngineCache
 
 from retain.block import make_header
 from retain.cache import BlockCache
+from retain.dtypes import check_range
 from retain.engines.report import Report
 from retain.engines.writing import Writer
 from retain.identity import TAIL_TOKENS, Chain, Tokens, as_tokens
+from retain.model import ModelSpec
 
 from .geometry import Geometry, Views
 from .layers import layers_of
@@ -25,8 +27,9 @@ class Recorder:
     """Stores one request's blocks as they are completed, and at most one tail when it ends.
 
     `tokens` grows with the answer; KV of its first `computed` tokens is in the engine's cache. Blocks before
-    `kept` tokens came from the cache and are not stored again. At most `limit` tokens are stored. `inherits`
-    are fidelity and lineage of what is computed behind those.
+    `kept` tokens came from the cache and are not stored again. At most `limit` tokens are stored. `kept_as`
+    is the spec in whose dtype they are stored, `inherits` are fidelity and lineage of what is computed behind
+    the kept tokens.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Recorder:
         kept: int,
         limit: int | None,
         tails: bool,
+        kept_as: ModelSpec,
         inherits: tuple[str, bytes | None],
     ) -> None:
         self._writer = writer
@@ -48,6 +52,7 @@ class Recorder:
         self._chain = chain
         self._report = report
         self._kept = kept
+        self._kept_as = kept_as
         self._limit = limit
         self._tails = tails
         self._inherits = inherits
@@ -87,7 +92,7 @@ class Recorder:
     def _store(self, ids: Tokens, first: int, views: Views) -> None:
         """In the writer's thread, block after block: the parent of the next is the key of this one."""
         header = make_header(
-            self._geometry.spec,
+            self._kept_as,
             space=self._chain.space,
             parent=self._parent,
             tokens=ids,
@@ -105,6 +110,7 @@ class Recorder:
             place.tokens[:] = ids
             with torch.no_grad():
                 self._geometry.copy_out(views, place.arrays)
+            check_range(place.arrays, self._kept_as.dtype)
         except BaseException:
             place.abandon()
             raise

@@ -23,7 +23,7 @@ from retain.engines.report import Report
 from retain.engines.writing import Writer
 from retain.errors import UnsupportedInput
 from retain.fidelity import inherited
-from retain.handshake import Peer
+from retain.handshake import Peer, kept_as
 from retain.identity import Chain, Tokens, as_tokens, chain, space_of
 
 from .audit import Auditor
@@ -66,6 +66,7 @@ class Requests:
         tails: bool,
         audit: float,
         peers: Sequence[Peer] | None,
+        interchange: str | None,
     ) -> None:
         self._host = host
         self._cache = cache
@@ -73,6 +74,7 @@ class Requests:
         self._tails = tails
         self._audit = audit
         self._peers = Peers(PRODUCER, peers)
+        self._interchange = interchange
         self._writer = Writer(cache)
         self._auditor = Auditor(cache, host)
         self._answers = Answers()
@@ -214,6 +216,7 @@ class Requests:
             kept=sum(part.tokens for part in reused),
             limit=limit,
             tails=self._tails,
+            kept_as=kept_as(self._host.spec, self._interchange),
             inherits=inherited(reused),
         )
 
