@@ -7,9 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from retain.errors import ConfigError
-from retain.fidelity import KINSHIPS
-
-FIDELITIES = ("exact", *KINSHIPS, "lossy", "fused")
+from retain.fidelity import ACCEPTABLE
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,7 @@ class Settings:
     tenant: str | None = None
     """A salt that joins every request's own: engines with different ones share nothing."""
     fidelity: str = "kin"
+    """The lowest that is accepted of what is kept (retain.fidelity)."""
     load: bool = True
     store: bool = True
     store_generated: bool = True
@@ -59,8 +58,8 @@ def read(extra: Mapping[str, Any]) -> Settings:
             raise ConfigError(f"{name} must be true or false, got {values[name]!r}")
     if not isinstance(values.get("tenant", ""), (str, type(None))):
         raise ConfigError(f"tenant must be a string, got {values['tenant']!r}")
-    if values.get("fidelity", "kin") not in FIDELITIES:
-        raise ConfigError(f"fidelity must be one of {', '.join(FIDELITIES)}, got {values['fidelity']!r}")
+    if values.get("fidelity", "kin") not in ACCEPTABLE:
+        raise ConfigError(f"fidelity must be one of {', '.join(ACCEPTABLE)}, got {values['fidelity']!r}")
     seconds = values.get("load_timeout", 30.0)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0:
         raise ConfigError(f"load_timeout must be a number of seconds above zero, got {seconds!r}")

@@ -21,6 +21,8 @@ from retain.cache import Loaded
 from retain.codecs.base import Array
 from retain.dtypes import converted
 from retain.errors import UnsupportedModel
+from retain.fidelity import inherited
+from retain.header import BlockHeader
 from retain.model import ModelSpec, Slice
 
 from . import model, selftest
@@ -69,6 +71,8 @@ class Worker:
         self._loading: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._loaded_kinds: dict[tuple[str, bytes | None], BlockHeader] = {}
+        self._inherits: tuple[str, bytes | None] = ("exact", None)
         self.counts = Counts()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -219,6 +223,7 @@ class Worker:
     def _scatter(self, load: Load, loaded: Loaded, at_once: bool) -> int:
         """Copy the loaded blocks into the pages; returns the position up to which all is there."""
         pieces: list[Piece] = []
+        self._note_fidelity(loaded)
         at = load.start
         for block, length in zip(loaded.blocks, loaded.lengths, strict=True):
             first = block.header.first
@@ -237,6 +242,15 @@ class Worker:
         else:
             self._scatter_pieces(load, pieces)
         return load.start if load.request in self._cancelled else at
+
+    def _note_fidelity(self, loaded: Loaded) -> None:
+        """From the first block on that is not exact, what is stored says so: vLLM's own prefix cache may share
+        its pages with any later request."""
+        for header in (block.header for block in loaded.blocks):
+            kind = (header.fidelity, header.lineage)
+            if header.fidelity != "exact" and kind not in self._loaded_kinds:
+                self._loaded_kinds[kind] = header
+                self._inherits = inherited(self._loaded_kinds.values())
 
     def _scatter_pieces(self, load: Load, pieces: Sequence[Piece]) -> None:
         for arrays, position, start, count in pieces:
@@ -273,6 +287,8 @@ class Worker:
             first=save.first,
             slice=self._slice,
             media=save.media,
+            fidelity=self._inherits[0],
+            lineage=self._inherits[1],
             producer=PRODUCER,
         )
         place = self._cache.reserve(header)
