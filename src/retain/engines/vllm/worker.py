@@ -244,8 +244,8 @@ class Worker:
         return load.start if load.request in self._cancelled else at
 
     def _note_fidelity(self, loaded: Loaded) -> None:
-        """From the first block on that is not exact, what is stored says so: vLLM's own prefix cache may share
-        its pages with any later request."""
+        """From the first block on that is not exact, what is stored says so: vLLM's own prefix cache may
+        share its pages with any later request."""
         for header in (block.header for block in loaded.blocks):
             kind = (header.fidelity, header.lineage)
             if header.fidelity != "exact" and kind not in self._loaded_kinds:
