@@ -4,7 +4,9 @@
     PATH/.writing/ID.lock     held (flock) by an open store; the kernel lets go of it when its process ends
     PATH/.writing/ID.RANDOM   an object on its way
 
-Several processes may use one directory. Nothing is synced to the medium: after a power cut an object may be
+Several processes may use one directory, over NFS too: objects appear by rename, and locks only keep what is
+unfinished from being taken for an orphan. What the page cache does not hold is read past it where that is
+measured to pay (`stores.direct`). Nothing is synced to the medium: after a power cut an object may be
 damaged, and its checksums tell.
 """
 
@@ -22,6 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from retain.errors import StoreFull, StoreUnavailable
+from retain.stores import direct
 from retain.stores.base import Buffer, StoredObject, as_bytes, check_name, check_offset
 
 log = logging.getLogger(__name__)
@@ -62,6 +65,9 @@ class DiskStore:
                 opened.callback(os.close, self._session_lock)
                 _remove_orphans(self._writing, self.path)
                 opened.pop_all()
+        self._direct = False
+        self._measuring = threading.Lock()
+        self._measured = threading.Event()
 
     def write(self, name: str, chunks: Sequence[Buffer]) -> None:
         check_name(name)
@@ -91,6 +97,9 @@ class DiskStore:
             if file is None:
                 return 0
             done = 0
+            cold = len(target) >= direct.LEAST_BYTES and not direct.is_cached(file, offset)
+            if cold and self.reads_directly():
+                done = direct.read(file, target, offset)
             while done < len(target):
                 got = os.preadv(file, [target[done:]], offset + done)
                 if got == 0:
@@ -133,6 +142,23 @@ class DiskStore:
             last = self._calls == 0
         if last:
             self._let_go()
+
+    def reads_directly(self, wait: float = 0.0) -> bool:
+        """Whether large objects are read past the page cache; waits so many seconds for the measurement."""
+        if not self._measured.is_set():
+            if self._measuring.acquire(blocking=False):  # once, when it is first of interest
+                threading.Thread(target=self._measure, name="retain-disk", daemon=True).start()
+            self._measured.wait(wait)
+        return self._direct
+
+    def _measure(self) -> None:
+        try:
+            with self._call():
+                self._direct = direct.pays(self._writing)
+        except (OSError, StoreUnavailable) as error:
+            log.debug("whether direct reads pay in %s could not be measured: %s", self.path, error)
+        finally:
+            self._measured.set()
 
     def _scan_shard(self, shard: str) -> Iterator[StoredObject]:
         try:
