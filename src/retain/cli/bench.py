@@ -31,14 +31,6 @@ def store(
     tier: Annotated[
         str, typer.Option(metavar="LIST", help="Of memory, disk, redis, http and object, with commas.")
     ] = "memory,disk",
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PYTHON",
-            help="With disk: the Python of a venv with LMCache, for its file adapter.",
-            show_default=False,
-        ),
-    ] = None,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -48,8 +40,7 @@ def store(
     """
     from retain.bench import store as bench
 
-    chosen = [each.strip() for each in tier.split(",")]
-    finish(bench.run(tiers=chosen, peers=peers), bench.plot, as_json, plot)
+    finish(bench.run(tiers=[each.strip() for each in tier.split(",")]), bench.plot, as_json, plot)
 
 
 @app.command("keys")
@@ -233,6 +224,39 @@ def relay(
     from retain.bench import relay as bench
 
     finish(bench.run(tokens, prefill, decode), as_json=as_json)
+
+
+@app.command("portability")
+def portability(
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Length of the texts. Repeatable.", show_default=False)
+    ] = None,
+    texts: Annotated[int, typer.Option(help="Texts of each length.")] = 3,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="transformers, llamacpp, llamacpp-f16, llamacpp-q4 or vllm; all by default. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    python: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python",
+            metavar="ENGINE=PATH",
+            help="The Python of another environment that has an engine. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """KV of every engine continued by every other: KL against the reader's own prefill, beside its noise."""
+    from retain.bench import portability as bench
+    from retain.cli.handshakes import chosen
+
+    report = bench.run(tokens or (1000, 4000), texts, chosen(python or ()), engine or ())
+    finish(report, bench.plot, as_json, plot)
 
 
 def finish(
