@@ -1,4 +1,4 @@
-"""GGUF files for benches: a quantised file's model with its weights as plain float32, every other fact kept."""
+"""GGUF files for benches: a quantised model with its weights as plain float32, every other fact kept."""
 
 from __future__ import annotations
 
