@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from retain.errors import StoreError
+from retain.fidelity import accepts, lineage_of, quality_of
 from retain.header import object_name
 from retain.model import ModelSpec, Slice
 
@@ -47,12 +48,22 @@ class Asker:
     def __bool__(self) -> bool:
         return bool(self._tiers)
 
-    def ask(self, rows: Sequence[tuple[bytes, bytes]], spec: ModelSpec, wanted: Slice, tokens: int) -> bool:
+    def ask(
+        self,
+        rows: Sequence[tuple[bytes, bytes]],
+        spec: ModelSpec,
+        wanted: Slice,
+        tokens: int,
+        fidelity: str,
+    ) -> bool:
         """Ask for the blocks (key, parent) of `rows`, for a prompt of which at most `tokens` would be used.
 
-        Returns when every tier has answered or is not worth waiting for; whether one has found something.
+        A tier whose codec gives less than `fidelity` is not asked. Returns when every tier has answered or is
+        not worth waiting for; whether one has found something.
         """
-        asked = [(tier, task) for tier in self._tiers if (task := self._start(tier, rows, spec, wanted))]
+        asked = [
+            (tier, task) for tier in self._tiers if (task := self._start(tier, rows, spec, wanted, fidelity))
+        ]
         started = time.monotonic()
         found = 0
         for tier, task in asked:
@@ -80,20 +91,24 @@ class Asker:
         return wait if prefill is None else min(wait, max(LEAST_SECONDS, SHARE_OF_PREFILL * prefill))
 
     def _start(
-        self, tier: Tier, rows: Sequence[tuple[bytes, bytes]], spec: ModelSpec, wanted: Slice
+        self, tier: Tier, rows: Sequence[tuple[bytes, bytes]], spec: ModelSpec, wanted: Slice, fidelity: str
     ) -> Task[int] | None:
-        if not tier.up or not rows:
+        # Hosts that share a tier use one codec for it: a block is found under that, and what was computed on
+        # blocks of this very tier under the lineage that those have.
+        quality = quality_of(tier.codec.name, None)
+        lineages = list(dict.fromkeys((None, lineage_of(quality or "exact"))))
+        if not tier.up or not rows or not accepts(fidelity, quality):
             return None
         with self._lock:
             if self._pending[tier.name] >= MOST_PENDING:
                 return None
             self._pending[tier.name] += 1
-        # Hosts that share a tier use one codec for it, so that one name a block is enough.
         slices = dict.fromkeys((spec.whole, wanted))
         names = [
-            (object_name(key, spec.variant, part, tier.codec.name), parent)
+            (object_name(key, spec.variant, part, tier.codec.name, lineage), parent)
             for key, parent in rows
             for part in slices
+            for lineage in lineages
         ]
         task = self._workers.submit(lambda: self._ask(tier, names))
         task.when_done(lambda _: self._ended(tier))
