@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import retain
 from retain.cache import Query, open_cache
+from retain.fidelity import lineage_of
 from retain.identity import chain, salt_of, space_of
 from tests.blocks import block_at, chain_of, small_spec
 from tests.cache.test_cache import fill, read, same
@@ -47,6 +49,25 @@ def test_what_one_host_stores_another_finds(tier):
         assert other.stats().counters["asked_objects"] > 0
         assert other.stats().failures == {}
         assert other.lookup(Query(prompt, SPEC)).tokens_by_tier == {"memory": 64}
+
+
+def test_a_lossy_tier_serves_who_accepts_it_and_finds_what_was_computed_on_its_blocks(tier):
+    prompt = chain_of(range(48))
+    lossy = f"{tier}&codec=int8"
+    with open_cache("memory:8MiB", lossy) as one, open_cache("memory:8MiB", lossy) as other:
+        blocks = [block_at(SPEC, prompt, index) for index in range(3)]
+        behind = replace(blocks[2].header, fidelity="lossy", lineage=lineage_of("int8"))
+        for block in (*blocks[:2], replace(blocks[2], header=behind)):
+            assert one.store(block).kept
+        assert one.flush(10)
+        for fidelity, tokens in (("exact", 0), ("fine", 0), ("int8", 48), ("near", 48)):
+            with other.lookup(Query(prompt, SPEC, fidelity=fidelity), plan=False) as hit:
+                assert hit.tokens == tokens
+        with other.load(other.lookup(Query(prompt, SPEC, fidelity="near"), plan=False)) as loaded:
+            headers = [block.header for block in loaded.blocks]
+            assert {(each.fidelity, each.lineage) for each in headers} == {("lossy", lineage_of("int8"))}
+        assert other.lookup(Query(prompt, SPEC), plan=False).tokens == 0
+        assert other.stats().failures == {}
 
 
 def test_a_tail_at_the_prompts_end_is_found_by_its_key(tier):
