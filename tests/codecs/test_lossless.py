@@ -85,6 +85,15 @@ def coded() -> tuple[Block, dict[str, np.ndarray]]:
     return block, exponents.encode(block.arrays, "bfloat16")
 
 
+def test_channels_that_are_all_alike_leave_tables_without_any() -> None:
+    one = np.random.default_rng(3).standard_normal(256).astype(np.float32)
+    array = np.ascontiguousarray(np.broadcast_to(one[None, None, :, None], (8, 4, 256, 64)))
+    streams = exponents.encode({"k": array}, "float32")
+    out = np.empty_like(array)
+    exponents.decode(streams, "float32", {"k": out})
+    assert np.array_equal(out, array)
+
+
 def test_streams_of_other_sizes_are_refused() -> None:
     block, streams = coded()
     out = {n: np.empty_like(a) for n, a in block.arrays.items()}

@@ -134,7 +134,7 @@ def _learnt(symbols: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.uint16], npt
     totals = _summed(seen, own, number)
     tables = np.zeros((CLASSES + _SIDES, SYMBOLS), np.uint16)
     escape = np.arange(SYMBOLS) == ESCAPE
-    for table in range(number):
+    for table in np.flatnonzero(totals.any(axis=1)):  # some may have lost all their channels
         tables[table] = frequencies_of(totals[table] + 1e-6 * escape, escape)
     chosen = np.bincount(own, minlength=number)
     classes = np.zeros(SYMBOLS)
