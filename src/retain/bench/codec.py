@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,17 @@ import numpy as np
 from retain.bench import codec_rivals as rivals
 from retain.bench.codec_objects import LEVELS, lossless, through_objects
 from retain.bench.codec_rivals import Coded, Layers
+from retain.bench.codec_speed import rans_speeds
 from retain.bench.codec_texts import Document, documents
 from retain.bench.progress import Steps
 from retain.bench.report import Report, Value, new_figure
+from retain.codecs.ladder.profile import Profile
 from retain.codecs.ladder.shelf import profile_for
 from retain.engines.transformers.loading import load, prepared
 from retain.engines.transformers.study import Effect, Reference, Study
 from retain.errors import ConfigError
+from retain.identity import BLOCK_TOKENS
+from retain.profile.gather import arrays_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +77,8 @@ def run(
     loaded = load(model)
     study = Study(loaded)
     texts = documents(loaded.tokenizer.encode, context + after + 1, files, data)
-    if profile_for(loaded.spec.kin) is None:
+    profile = profile_for(loaded.spec.kin)
+    if profile is None:
         raise ConfigError(
             f"there is no profile of {loaded.spec.name}: make one with `retain profile {model}`"
         )
@@ -98,18 +103,32 @@ def run(
         contenders = [each for key, each in known.items() if key in codecs]
     found = {each.name: Found() for each in contenders}
     prefill: list[float] = []
+    speeds: tuple[float, float] | None = None
     with Steps("codec", len(texts) * (len(contenders) + 1)) as steps:
         for text in texts:
             steps.step(f"{text.kind}: the model's own KV", 0)
             kv, seconds = _context(study, text, context)
             prefill.append(seconds)
+            if speeds is None and context >= 2 * BLOCK_TOKENS:
+                speeds = _speeds(study, profile, kv, text)
             reference = study.reference(kv, text.tokens[context : context + after + 1])
             steps.step(f"{text.kind}: the model's own KV")
             for each in contenders:
                 steps.step(f"{text.kind}: {each.name}", 0)
                 _judge(each, text, kv, reference, found[each.name])
                 steps.step(f"{text.kind}: {each.name}")
-    return _report(texts, found, prefill)
+    report = _report(texts, found, prefill)
+    if speeds is None:
+        return report
+    ratios = dict(zip(("codec.rans.encode_gsym_per_s", "codec.rans.decode_gsym_per_s"), speeds, strict=True))
+    return replace(report, ratios={**report.ratios, **ratios})
+
+
+def _speeds(study: Study, profile: Profile, kv: Layers, text: Document) -> tuple[float, float]:
+    """The entropy coder's on the second block, for the first holds sinks."""
+    span = slice(BLOCK_TOKENS, 2 * BLOCK_TOKENS)
+    block = arrays_of(study.spec.layers, [(k[:, span], v[:, span]) for k, v in kv])
+    return rans_speeds(profile, block, text.tokens[span], BLOCK_TOKENS)
 
 
 def _level(study: Study, level: str) -> Callable[[Document, Layers], Coded]:
