@@ -35,7 +35,7 @@ demo: $(VENV)/.ready
 	$(BIN)/retain demo
 
 # The quick tests first: what is broken there need not wait for a model.
-test: $(VENV)/.ready
+test: $(VENV)/.ready $(VENV)/.llamacpp
 	$(BIN)/python -m pytest -q -m "not engine and not vllm"
 	$(BIN)/python -m pytest -q -m "engine and not vllm"
 	@$(MAKE) --no-print-directory test-vllm
@@ -113,7 +113,7 @@ $(VENV)/.llamacpp: $(VENV)/.python .ci/llama.cmake
 	  $(PIP) install -q $(LLAMACPP) || echo "$(LLAMACPP) cannot be compiled here: the tests of the llama.cpp engine are LEFT OUT."
 	@touch $@
 
-$(VENV)/.ready: $(VENV)/.torch $(VENV)/.model $(VENV)/.llamacpp pyproject.toml CMakeLists.txt $(wildcard native/*)
+$(VENV)/.ready: $(VENV)/.torch $(VENV)/.model pyproject.toml CMakeLists.txt $(wildcard native/*)
 	$(PIP) install -q -e '.[transformers,serve,plot,dev]'
 	@touch $@
 
