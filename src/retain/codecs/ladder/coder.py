@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from retain.codecs.base import Array
+from retain.codecs.base import Array, container
 from retain.codecs.ladder.levels import LEVELS, depth
 from retain.codecs.ladder.profile import Floats, Part, Profile
 from retain.codecs.ladder.quantise import Coded, quantise, token_steps
@@ -50,7 +51,7 @@ def encode(
     place = place_of(profile, dtype, first, tokens.size)
     streams: dict[str, Array] = {}
     if place.sinks:
-        streams[SINKS] = _sinks(arrays, place)
+        streams[SINKS] = _sinks(profile, arrays, place)
     if place.sinks == tokens.size:
         return streams
 
@@ -89,18 +90,19 @@ def decode(
     expected = set(stream_names(profile, level, place, tokens.size))
     if not expected <= streams.keys():
         raise InvalidObject(f"the block lacks streams {sorted(expected - streams.keys())[:5]}")
-    if place.sinks:
-        _restore_sinks(profile, streams[SINKS], place, target, out)
-    if place.sinks == tokens.size:
-        return
     for name in out:
         if name.startswith("k"):
-            rotation_of(profile, name).check_move(place.first, tokens.size, target)
+            rotation_of(profile, name).check_move(first, tokens.size, target)
+    if place.sinks:
+        for name, kept in sinks_of(profile, streams[SINKS], place, target).items():
+            np.copyto(out[name][:, :, : place.sinks], kept)
+    if place.sinks == tokens.size:
+        return
 
     def decode_part(index: int) -> None:
         part = profile.parts[index]
         rows = [streams[f"{name}.{index}"] for name in LEVELS[: depth(level) + 1]]
-        coded = _decoded(profile, part, rows, tokens.size - place.sinks)
+        coded = numbers_of(profile, part, rows, tokens.size - place.sinks)
         known = predicted(profile, part, tokens[place.sinks :])
         scale = token_steps(profile, coded.steps, level)
         restore(profile, part, coded.numbers, scale, known, out, place, target + place.sinks)
@@ -116,6 +118,47 @@ def stream_names(profile: Profile, level: str, place: Place, count: int) -> list
             f"{name}.{index}" for name in LEVELS[: depth(level) + 1] for index in range(len(profile.parts))
         ]
     return names
+
+
+def numbers_of(profile: Profile, part: Part, rows: list[Array], count: int) -> Coded:
+    """A part's numbers for `count` tokens from its streams of the first levels. Raises InvalidObject."""
+    coded = Coded(
+        np.empty((part.width, count), np.int16),
+        np.empty(part.width, np.uint8),
+        np.empty(count, np.int8),
+        np.empty(count, np.int8),
+    )
+    try:
+        profile.coder.decode(rows, coded.numbers, coded.classes, part.classes, coded.steps, coded.energy)
+    except (ValueError, TypeError) as error:
+        raise InvalidObject(f"the block's streams do not decode: {error}") from error
+    return coded
+
+
+def sinks_of(profile: Profile, stream: Array, place: Place, position: int) -> dict[str, Array]:
+    """The first tokens' numbers as they were kept, by array, keys moved to `position`.
+
+    Raises InvalidObject.
+    """
+    item = container(place.dtype)
+    shapes = {
+        name: (layers, heads, place.sinks, dim)
+        for name, (layers, heads, dim) in profile.array_shapes().items()
+    }
+    wanted = sum(math.prod(shape) for shape in shapes.values()) * item.itemsize
+    if stream.size != wanted:
+        raise InvalidObject(f"the block's first tokens take {stream.size} bytes, expected {wanted}")
+    found = {}
+    at = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * item.itemsize
+        found[name] = stream[at : at + size].copy().view(item).reshape(shape)
+        at += size
+        if name.startswith("k") and position != place.first:
+            rotation = rotation_of(profile, name)
+            free = rotation.remove(to_floats(found[name], place.dtype), place.first)
+            from_floats(rotation.apply(free, position), place.dtype, found[name])
+    return found
 
 
 def _encode_part(
@@ -137,42 +180,11 @@ def _encode_part(
     )
 
 
-def _decoded(profile: Profile, part: Part, rows: list[Array], count: int) -> Coded:
-    coded = Coded(
-        np.empty((part.width, count), np.int16),
-        np.empty(part.width, np.uint8),
-        np.empty(count, np.int8),
-        np.empty(count, np.int8),
-    )
-    try:
-        profile.coder.decode(rows, coded.numbers, coded.classes, part.classes, coded.steps, coded.energy)
-    except (ValueError, TypeError) as error:
-        raise InvalidObject(f"the block's streams do not decode: {error}") from error
-    return coded
-
-
-def _sinks(arrays: Mapping[str, Array], place: Place) -> Array:
-    kept = [np.ascontiguousarray(array[:, :, : place.sinks]).reshape(-1) for array in arrays.values()]
+def _sinks(profile: Profile, arrays: Mapping[str, Array], place: Place) -> Array:
+    kept = [
+        np.ascontiguousarray(arrays[name][:, :, : place.sinks]).reshape(-1) for name in profile.array_shapes()
+    ]
     return np.concatenate(kept).view(np.uint8)
-
-
-def _restore_sinks(
-    profile: Profile, stream: Array, place: Place, target: int, out: Mapping[str, Array]
-) -> None:
-    wanted = sum(array[:, :, : place.sinks].size * array.itemsize for array in out.values())
-    if stream.size != wanted:
-        raise InvalidObject(f"the block's first tokens take {stream.size} bytes, expected {wanted}")
-    at = 0
-    for name, array in out.items():
-        part = array[:, :, : place.sinks]
-        kept = stream[at : at + part.size * array.itemsize].copy().view(array.dtype).reshape(part.shape)
-        at += part.size * array.itemsize
-        if name.startswith("k") and target != place.first:
-            rotation = rotation_of(profile, name)
-            moved = rotation.apply(rotation.remove(to_floats(kept, place.dtype), place.first), target)
-            from_floats(moved, place.dtype, part)
-        else:
-            np.copyto(part, kept)
 
 
 def _bytes(stream: bytes) -> Array:

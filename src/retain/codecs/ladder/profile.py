@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +21,8 @@ import numpy.typing as npt
 from retain._native import LadderTables
 from retain.codecs.base import Array
 from retain.codecs.ladder.levels import CLASSES, CONTEXTS, LEVELS, SYMBOLS
+from retain.codecs.ladder.rope import Rotation
+from retain.codecs.ladder.tensors import from_file, to_file
 from retain.errors import InvalidProfile, UnsupportedModel
 from retain.header import layers_from_text, layers_text
 from retain.model import LayerGroup, LayerSpec, layer_groups
@@ -141,6 +142,23 @@ class Profile:
         """The layers of equal shape that an array holds."""
         return group_of(self.layers, array)
 
+    @cached_property
+    def rotations(self) -> dict[str, Rotation]:
+        """The rotary positions of each array of keys. Raises UnsupportedModel where they cannot be undone."""
+        names = (name for name in self.array_shapes() if name.startswith("k"))
+        return {name: Rotation([self.layers[index] for index in self.group(name).layers]) for name in names}
+
+    def array_shapes(self) -> dict[str, tuple[int, int, int]]:
+        """The arrays of a block of this model, in order: (layers, heads, dim) of each."""
+        groups = layer_groups(self.layers)
+        shapes = {}
+        for group in groups:
+            suffix = "" if len(groups) == 1 else f".{group.index}"
+            shapes[f"k{suffix}"] = (len(group.layers), group.heads, group.k_dim)
+            if group.v_dim:
+                shapes[f"v{suffix}"] = (len(group.layers), group.heads, group.v_dim)
+        return shapes
+
     def to_bytes(self) -> bytes:
         """The profile as a file. Raises InvalidProfile for one without tables."""
         tables = self.known_tables
@@ -170,12 +188,12 @@ class Profile:
             "parts": json.dumps(rows, separators=(",", ":")),
             "declared": json.dumps(self.declared, separators=(",", ":"), sort_keys=True),
         }
-        return _file_of(metadata, tensors)
+        return to_file(metadata, tensors)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Profile:
         """The profile in a file's bytes. Raises InvalidProfile."""
-        metadata, tensors = _contents_of(memoryview(data))
+        metadata, tensors = from_file(memoryview(data))
         try:
             if metadata["format"] != FORMAT:
                 raise InvalidProfile(f"the profile has format {metadata['format'][:40]!r}, not {FORMAT}")
@@ -247,24 +265,20 @@ def _part(index: int, row: _PartRow, tensors: dict[str, Array]) -> Part:
 
 
 def _validate(profile: Profile) -> None:
-    covered: dict[str, list[bool]] = {}
-    for index, group in enumerate(layer_groups(profile.layers)):
-        suffix = "" if len(layer_groups(profile.layers)) == 1 else f".{index}"
-        covered[f"k{suffix}"] = [False] * len(group.layers)
-        if group.v_dim:
-            covered[f"v{suffix}"] = [False] * len(group.layers)
+    _ = profile.rotations
+    shapes = profile.array_shapes()
+    covered = {name: [False] * layers for name, (layers, _, _) in shapes.items()}
     for index, part in enumerate(profile.parts):
         width = 0
         for segment in part.segments:
-            group = profile.group(segment.array)
             rows = covered.get(segment.array, [])
             if not 0 <= segment.start < segment.stop <= len(rows) or any(rows[segment.start : segment.stop]):
                 raise InvalidProfile(
                     f"part {index} covers rows of {segment.array} that are not its own: {segment}"
                 )
             rows[segment.start : segment.stop] = [True] * (segment.stop - segment.start)
-            dim = group.k_dim if segment.array.startswith("k") else group.v_dim
-            width += (segment.stop - segment.start) * group.heads * dim
+            _, heads, dim = shapes[segment.array]
+            width += (segment.stop - segment.start) * heads * dim
         _validate_part(profile, index, part, width)
     if not all(all(rows) for rows in covered.values()):
         raise InvalidProfile("the profile's parts do not cover every layer of the model")
@@ -327,65 +341,3 @@ def _validate_tables(tables: Tables) -> None:
                 f"the tables' {name} is {array.dtype} {array.shape}, expected {dtype} {shape}"
             )
     _ = tables.native
-
-
-_DTYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
-_WORDS = {np.dtype(dtype): word for word, dtype in _DTYPES.items()}
-
-
-def _file_of(metadata: Mapping[str, str], tensors: Mapping[str, Array]) -> bytes:
-    document: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name, array in tensors.items():
-        document[name] = {
-            "dtype": _WORDS[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
-        at += array.nbytes
-    text = json.dumps(document, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)
-    return b"".join([struct.pack("<Q", len(text)), text, *(array.tobytes() for array in tensors.values())])
-
-
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-def _contents_of(data: memoryview) -> tuple[dict[str, str], dict[str, Array]]:
-    if len(data) < 8:
-        raise InvalidProfile(f"the profile has {len(data)} bytes, too few for a header")
-    (length,) = struct.unpack("<Q", data[:8])
-    if length > min(1 << 24, len(data) - 8):
-        raise InvalidProfile(f"the profile claims a header of {length} bytes")
-    try:
-        document = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
-        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in document.items()}
-    except (msgspec.MsgspecError, KeyError, RecursionError) as error:
-        raise InvalidProfile(f"the profile's header cannot be read: {error}") from error
-    body = np.frombuffer(data, np.uint8, offset=8 + length)
-    tensors = {}
-    at = 0
-    for name, entry in entries.items():
-        if entry.dtype not in _DTYPES or any(size < 0 for size in entry.shape):
-            raise InvalidProfile(
-                f"tensor {name[:40]!r} of the profile is {entry.dtype[:10]} {entry.shape[:8]}"
-            )
-        size = math.prod(entry.shape) * np.dtype(_DTYPES[entry.dtype]).itemsize
-        if entry.data_offsets != (at, at + size) or at + size > body.size:
-            raise InvalidProfile(f"tensor {name[:40]!r} of the profile does not lie where its shape says")
-        # Copied where it lies unaligned: files are made so that tensors of one size follow each other.
-        tensors[name] = _aligned(body[at : at + size], _DTYPES[entry.dtype]).reshape(entry.shape)
-        at += size
-    if at != body.size:
-        raise InvalidProfile(f"the profile has {body.size - at} bytes behind its last tensor")
-    return metadata, tensors
-
-
-def _aligned(data: Array, dtype: Any) -> Array:
-    array = np.empty(data.size // np.dtype(dtype).itemsize, dtype)
-    array.view(np.uint8)[:] = data
-    return array

@@ -99,7 +99,8 @@ def _check(rope: RopeSpec, dim: int) -> None:
             f"RoPE with {parameters} is not known to turn keys in a way that can be undone"
         )
     try:
-        frequencies = _RULES[rope.scaling](rope, parameters, 0)
+        with np.errstate(all="ignore"):
+            frequencies = _RULES[rope.scaling](rope, parameters, 0)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UnsupportedModel(
             f"{rope.scaling} RoPE with {parameters} cannot be computed: {error}"

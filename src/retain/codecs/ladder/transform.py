@@ -83,7 +83,7 @@ def restore(
 
 def rotation_of(profile: Profile, array: str) -> Rotation:
     """The rotary positions of the keys of one array."""
-    return Rotation([profile.layers[index] for index in profile.group(array).layers])
+    return profile.rotations[array]
 
 
 def predicted(profile: Profile, part: Part, tokens: Tokens) -> Floats | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 _Given = TypeVar("_Given")
@@ -36,6 +36,7 @@ class Crew:
             if self._pool is None and self._threads > 1:
                 self._pool = ThreadPoolExecutor(self._threads, "retain-ladder")
             tasks = [] if self._pool is None else [self._pool.submit(work, item) for item in items]
+        wait(tasks)  # all of them, before any may raise: none shall write where its caller has gone
         return [task.result() for task in tasks] if tasks else [work(item) for item in items]
 
     def forget(self) -> None:
