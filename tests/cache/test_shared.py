@@ -66,7 +66,16 @@ def test_a_lossy_tier_serves_who_accepts_it_and_finds_what_was_computed_on_its_b
         with other.load(other.lookup(Query(prompt, SPEC, fidelity="near"), plan=False)) as loaded:
             headers = [block.header for block in loaded.blocks]
             assert {(each.fidelity, each.lineage) for each in headers} == {("lossy", lineage_of("int8"))}
+            held = [
+                replace(each, arrays={name: array.copy() for name, array in each.arrays.items()})
+                for each in loaded.blocks
+            ]
         assert other.lookup(Query(prompt, SPEC), plan=False).tokens == 0
+        # What was decoded is not written a second time to where it came from.
+        other.clear(tier="memory")
+        assert all(other.store(block).kept for block in held)
+        assert other.flush(10)
+        assert other.stats().counters["written_objects"] == 0
         assert other.stats().failures == {}
 
 

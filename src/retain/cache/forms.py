@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from retain.codecs import CODECS
-from retain.fidelity import QUALITIES, accepts, quality_of
+from retain.fidelity import QUALITIES, accepts, decoded_lineage, quality_of
 from retain.model import ModelSpec, Slice
 
 
@@ -43,6 +43,13 @@ class Form:
     def quality(self) -> str | None:
         """How near to exact numbers of this form are at the least: a lossy codec's object may hold better."""
         return quality_of(self.codec, self.lineage)
+
+    @property
+    def decoded(self) -> bytes | None:
+        """The lineage of what an object of this form decodes to at the least, 16 bytes of it."""
+        lossy = self.codec in CODECS and CODECS[self.codec].lossy
+        lineage = decoded_lineage(self.codec, self.lineage) if lossy else self.lineage
+        return None if lineage is None else lineage[:16]
 
 
 class Forms:

@@ -106,8 +106,8 @@ class Tier:
         return [(slot, form) for slot, form in found if form.serves(spec, fidelity)]
 
     def equals(self, name: str) -> bool:
-        """Whether the very numbers of a raw object's name are here, under whatever exact codec, alone or in a
-        larger slice.
+        """Whether an object that decodes to what a raw object's name stands for is here, alone or in a larger
+        slice: under whatever exact codec, or where the name has a lineage, one that decodes to that.
         """
         key, text = split_name(name)
         asked = Form.parse(text)
@@ -115,9 +115,8 @@ class Tier:
             self.expire()
             forms = [self.form(slot) for slot in self.same_key(key)]
         return any(
-            (form.variant, form.lineage) == (asked.variant, asked.lineage)
+            (form.variant, form.decoded) == (asked.variant, asked.lineage)
             and contains(form.slice, asked.slice)
-            and not CODECS[form.codec].lossy
             for form in forms
             if form.codec in CODECS
         )

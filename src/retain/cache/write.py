@@ -137,6 +137,8 @@ class Writer:
         name = header.name
         if tier.find(name) is not None:
             return True
+        if header.lineage is not None and tier.equals(job.header.name):
+            return True  # it was decoded from what lies there
         if tier.leaving(name):  # a reader still has the one that was dropped: this one stays in memory
             self._ledger.count("refused_blocks")
             return False
