@@ -31,10 +31,9 @@ def main() -> None:
         enforce_eager=True,
         max_model_len=2048,
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=40_000_000,
         disable_log_stats=True,
         kv_transfer_config=connector if given["tiers"] else None,
-        **given["options"],
+        **{"kv_cache_memory_bytes": 40_000_000, **given["options"]},
     )
     said = []
     for prompt in given["prompts"]:
