@@ -19,14 +19,14 @@ from retain.bench.progress import Steps
 from retain.bench.report import Report, Value, new_figure
 from retain.codecs.ladder.profile import Profile
 from retain.codecs.ladder.shelf import profile_for
-from retain.engines.transformers.loading import load, prepared
-from retain.engines.transformers.study import Effect, Reference, Study
 from retain.errors import ConfigError
 from retain.identity import BLOCK_TOKENS
 from retain.profile.gather import arrays_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from retain.engines.transformers.study import Effect, Reference, Study
 
 CONTEXT_TOKENS = 2048
 AFTER_TOKENS = 384
@@ -74,6 +74,9 @@ def run(
     the Python of a venv with LMCache; without it CacheGen is left out. `codecs` are those to judge, by
     default all. Raises ConfigError.
     """
+    from retain.engines.transformers.loading import load, prepared
+    from retain.engines.transformers.study import Study
+
     loaded = load(model)
     study = Study(loaded)
     texts = documents(loaded.tokenizer.encode, context + after + 1, files, data)
