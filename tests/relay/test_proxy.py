@@ -353,7 +353,7 @@ def test_a_server_that_falls_silent_in_the_middle_is_given_up_after_the_stated_t
     threading.Timer(0.5, lambda: setattr(both.decode, "silent", True)).start()
     began = time.monotonic()
     answer = both.relay.post("/v1/completions", {**TEXT, "stream": True})
-    assert 1.0 < time.monotonic() - began < 4
+    assert 0.7 <= time.monotonic() - began < 4
     assert "decode_failed" in answer.text
     assert "data: [DONE]" not in answer.text
 

@@ -235,9 +235,7 @@ class Finder:
             if any(tier.holds(key) for tier in self._tiers):
                 break  # shorter ones are of no more use
             rows.append((key, parent))
-        return bool(rows) and self._asker.ask(
-            rows, search.spec, search.wanted, search.limit, search.fidelity
-        )
+        return bool(rows) and self._asker.ask(rows, search.spec, search.wanted, search.limit, search.fidelity)
 
     def _kept_tail(self, tails: Sequence[tuple[bytes, Tokens]], search: Search) -> tuple[Candidate, ...]:
         """The longest kept tail of the prompt's end that shared tiers have told of."""

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import typer
 from rich.markup import escape
@@ -14,7 +15,9 @@ from rich.table import Column, Table
 
 from retain.cli.terminal import BAD, stdout
 from retain.errors import ConfigError
-from retain.handshake import Verdict, record_path
+
+if TYPE_CHECKING:
+    from retain.handshake import Verdict
 
 MODULES = MappingProxyType({"transformers": "transformers", "llamacpp": "llama_cpp", "vllm": "vllm"})
 """The engines, and the module by which one is known to be installed."""
@@ -24,6 +27,7 @@ def handshakes(model: str, pythons: Sequence[str], as_json: bool) -> None:
     """Make the handshakes of a model, print them; exit 1 where one did not pass."""
     from retain.bench.handshake import Side, shake
     from retain.bench.probe import probe_tokens
+    from retain.handshake import record_path
     from retain.models import find
 
     found = find(model)

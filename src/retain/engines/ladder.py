@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from retain.codecs.base import Array
 from retain.codecs.ladder.coder import numbers_of, sinks_of, stream_names
@@ -15,8 +13,16 @@ from retain.codecs.ladder.levels import LEVELS, depth
 from retain.codecs.ladder.profile import Part, Profile, Segment
 from retain.codecs.ladder.quantise import token_steps
 from retain.codecs.ladder.transform import place_of, predicted, rotation_of
-from retain.errors import InvalidObject
+from retain.errors import InvalidObject, MissingDependency
 from retain.identity import Tokens
+
+try:
+    import torch
+    from torch import Tensor
+except ImportError as error:
+    raise MissingDependency(
+        "decoding on a device needs the package 'torch': pip install 'retain[transformers]'"
+    ) from error
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
