@@ -141,8 +141,16 @@ class Demoter:
         if header is None or not tiers:
             return True
         self._memory.hold(slot)
-        self._start(header, slot, tiers)
+        with self._lock:
+            self._memory.room.making_way += 1
+        task = self._start(header, slot, tiers)
+        if task is not None:
+            task.when_done(self._made_way)
         return False
+
+    def _made_way(self, _: Task[None]) -> None:
+        with self._lock:
+            self._memory.room.making_way -= 1
 
     def _write_waiting(self, header: BlockHeader, tiers: Sequence[Tier]) -> None:
         slot = self._memory.find(header.name)

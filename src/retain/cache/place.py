@@ -93,7 +93,7 @@ class Arena:
             except StoreFull:
                 if self.tier.room.evict_one() or self._expire():
                     continue
-                if self.tier.room.kept_back:
+                if self.tier.room.making_way:
                     deadline = max(deadline, written_by)
                 left = deadline - time.monotonic()
                 if left <= 0:

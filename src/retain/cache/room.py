@@ -31,8 +31,8 @@ class Room:
         self.pinned_bytes = 0
         self.may_go: Callable[[int], bool] | None = None
         """Asked before an object is evicted; False keeps it back, for it is being written below."""
-        self.kept_back = False
-        """Whether the last try to evict found objects that have to be written below first."""
+        self.making_way = 0
+        """How many objects are being written below, so that they may go."""
         self._tier = tier
         self._ledger = ledger
         self._reserved_of: Counter[str] = Counter()
@@ -124,14 +124,13 @@ class Room:
         return True
 
     def _evict(self) -> bool:
-        self.kept_back = False
         # Plain LRU is what its name says, so that it can be compared with what others measure.
         slot = None if self._tier.policy == "lru" else self._tier.gaps.victim(self._tier)
         for _ in range(STAYING if slot is None else 0):
             slot = self._tier.index.victim()
             if slot is None or self.may_go is None or self.may_go(slot):
                 break
-            self.kept_back, slot = True, None
+            slot = None
         if slot is None:
             return False
         self._let_go(slot)
