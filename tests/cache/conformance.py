@@ -194,6 +194,7 @@ class CacheConformance:
         fill(cache, shared)
         for chain in first.values():
             fill(cache, chain)
+        assert cache.flush()  # what is being written cannot make room
         for number in range(1, 6):
             fill(cache, chain_of(range(1000 * number, 1000 * number + 64), salt=ALICE))
             assert cache.flush()

@@ -18,6 +18,7 @@ from retain.testing.store import read
 from tests.blocks import block_at, chain_of, small_spec
 from tests.cache.test_cache import fill, same
 from tests.cache.test_cache import read as load
+from tests.daemon.test_daemon import wait_for
 
 TOKEN = "a-long-secret"
 SPEC = small_spec()
@@ -53,7 +54,7 @@ def test_one_hosts_cache_is_anothers_tier(tmp_path: Path, tier: str, from_disk: 
             assert tokens == 64
             assert same(got, blocks)
             assert there.clear(tier="http").objects == 0, "a tier that is only read is left as it is"
-        assert all(each.leased == 0 for each in here.stats().tiers.values())
+        wait_for(lambda: all(each.leased == 0 for each in here.stats().tiers.values()))
 
 
 @pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if not codec.lossy])
