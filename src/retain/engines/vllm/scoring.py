@@ -28,8 +28,10 @@ from .version import producer
 class Forcing(LogitsProcessor):  # type: ignore[misc]
     """Notes the logits of every step and leaves only the token that is to follow."""
 
+    # One engine in a process, one request at a time.
     forced: Sequence[int] = ()
-    seen: list[np.ndarray[Any, Any]] = []  # noqa: RUF012  one engine in a process, one request at a time
+    seen: dict[int, np.ndarray[Any, Any]] = {}  # noqa: RUF012
+    said: Sequence[int] = ()
     began = 0.0
     first_seconds = 0.0
 
@@ -40,15 +42,18 @@ class Forcing(LogitsProcessor):  # type: ignore[misc]
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Requests come one at a time."""
+        """Keep vLLM's own list of what a new request has been answered so far."""
+        for _, _, _, said in batch_update.added if batch_update else ():
+            Forcing.said = said
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        step = len(Forcing.seen)
+        # A prompt that is prefilled in several steps comes here after each: its last counts.
+        step = len(Forcing.said)
         if step >= len(Forcing.forced):
             return logits
         if step == 0:
             Forcing.first_seconds = time.perf_counter() - Forcing.began
-        Forcing.seen.append(logits[0].float().cpu().numpy().copy())
+        Forcing.seen[step] = logits[0].float().cpu().numpy().copy()
         token = Forcing.forced[step]
         kept = logits[:, token].clone()
         logits.fill_(float("-inf"))
@@ -102,8 +107,8 @@ class _Scorer:
         parameters = SamplingParams(
             max_tokens=len(text.forced), temperature=0.0, ignore_eos=True, detokenize=False
         )
-        Forcing.forced, Forcing.seen, Forcing.began = text.forced, [], time.perf_counter()
+        Forcing.forced, Forcing.seen, Forcing.began = text.forced, {}, time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": list(text.prompt)}], parameters, use_tqdm=False)
         cached = outputs[0].num_cached_tokens or 0
-        logits = np.stack(Forcing.seen).astype(np.float32)
+        logits = np.stack([Forcing.seen[step] for step in range(len(text.forced))]).astype(np.float32)
         return Score(logits, {"reused": cached} if cached else {}, Forcing.first_seconds, 0.0)
