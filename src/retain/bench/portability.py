@@ -157,7 +157,7 @@ class _Bench:
                 "kl_most": float(apart.max()),
                 "noise": self._noise[reader.name],
                 "top1": top1,
-                "moving_seconds": moving[-1],
+                "moving_seconds": moving[-1] or None,  # not timed in vLLM
                 "prefill_seconds": prefill[-1],
             }
         )
