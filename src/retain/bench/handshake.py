@@ -163,14 +163,14 @@ def score(
     path.write_text(json.dumps(asdict(job)))
     if trust:
         record(list(trust), records / "retain" / "handshakes.json")
-    environment = {**os.environ, **ENVIRONMENT, "XDG_STATE_HOME": str(records)}
+    environment = {**ENVIRONMENT, "XDG_STATE_HOME": str(records)}
     if side.python is None:
-        with _environment(environment):
+        with surroundings(environment):
             return run(job)
     try:
         ran = subprocess.run(
             [side.python, "-m", "retain.engines.scoring", str(path)],
-            env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
+            env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise HandshakeError(f"{side.engine} did not finish within {SECONDS:.0f} s") from error
@@ -191,7 +191,8 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def surroundings(values: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables, for as long as the block runs."""
     before = dict(os.environ)
     os.environ.update(values)
     try:

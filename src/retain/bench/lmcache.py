@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from retain.bench.vllm_trial import TrialError, session_of
 from retain.engines import vllm
 
 READY_SECONDS = 120.0
+_STORED = re.compile(r"Stored (\d+) tokens in ([\d.]+) seconds")
 
 
 class LMCacheServer:
@@ -61,6 +63,11 @@ class LMCacheServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
+
+    def stored(self) -> tuple[float, float]:
+        """Tokens stored so far and the seconds that took, as the server's log says."""
+        found = _STORED.findall(self._log.read_text("utf-8", "replace"))
+        return sum(float(tokens) for tokens, _ in found), sum(float(seconds) for _, seconds in found)
 
     def _stop(self) -> None:
         if self._process is not None:

@@ -1,4 +1,7 @@
-"""Bench relay: time to the first token through the relay, beside each of its servers alone."""
+"""Bench relay: time to the first token through the relay, beside each of its servers alone.
+
+Servers of different makes take each other's KV after a handshake, which is made first.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +19,27 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+from retain.bench.gguf_files import float_gguf
+from retain.bench.handshake import HandshakeError, Side, shake, surroundings
+from retain.bench.probe import probe_tokens
 from retain.bench.progress import Steps
 from retain.bench.report import Report, Value
 from retain.bench.server import OwnDaemons, ServerProcess
 from retain.bench.services import free_port, running
 from retain.bench.texts import long_prompt
 from retain.bench.vllm_server import VllmServer
+from retain.bench.vllm_trial import engine_python
 from retain.errors import ConfigError
+from retain.models import find
 
 MODEL = "smollm2"
 NAME = "model"
 TIER = "memory:2GiB"
 ANSWER_TOKENS = 16
 ROUNDS = 3
-ENGINES = ("vllm", "transformers")
+ENGINES = ("vllm", "transformers", "llamacpp")
+EXACT: Mapping[str, Any] = {"dtype": "float32", "flash": False}
+"""llama.cpp as it computes what the others do."""
 SILENCE_SECONDS = 300.0
 
 Server = VllmServer | ServerProcess
@@ -38,7 +48,7 @@ Server = VllmServer | ServerProcess
 def run(tokens: int, prefill: str, decode: str) -> Report:
     """Measure with SmolLM2 in float32, for prompts of `tokens` tokens, a quarter and a sixteenth of them.
 
-    `prefill` and `decode` are engines: vllm or transformers. Raises ConfigError.
+    `prefill` and `decode` are of ENGINES. Raises ConfigError, and HandshakeError where they cannot share.
     """
     for engine in (prefill, decode):
         if engine not in ENGINES:
@@ -48,10 +58,15 @@ def run(tokens: int, prefill: str, decode: str) -> Report:
     lengths = (tokens // 16, tokens // 4, tokens)
     prompt = long_prompt(load_tokenizer(MODEL).encode, tokens)
     with (
-        Steps("relay", 1 + len(lengths) * (ROUNDS + 1)) as steps,
+        Steps("relay", 2 + len(lengths) * (ROUNDS + 1)) as steps,
         tempfile.TemporaryDirectory(prefix="retain-bench-") as folder,
-        _three(Path(folder), prefill, decode) as three,
+        surroundings({"XDG_STATE_HOME": folder}),
+        ExitStack() as stack,
     ):
+        if prefill != decode:
+            _handshake(prefill, decode)
+        steps.step("handshake")
+        three = stack.enter_context(_three(Path(folder), prefill, decode))
         bench = _Bench(three, steps)
         rows = [bench.row(prompt[:length]) for length in lengths]
     ratios = {
@@ -65,6 +80,23 @@ def run(tokens: int, prefill: str, decode: str) -> Report:
         "prompts_arrive": all(int(row["computed_tokens"] or 0) <= 16 for row in rows),
     }
     return Report(f"relay {prefill} to {decode}", rows, ratios, checks)
+
+
+def _handshake(prefill: str, decode: str) -> None:
+    sides = [_side(engine) for engine in (prefill, decode)]
+    for verdict in shake(sides, probe_tokens(find(MODEL))):
+        if not verdict.passed:
+            raise HandshakeError(
+                f"{verdict.reader.engine} may not take the KV of {verdict.writer.engine}: {verdict.reason}"
+            )
+
+
+def _side(engine: str) -> Side:
+    if engine == "vllm":
+        return Side("vllm", MODEL, engine_python())
+    if engine == "llamacpp":
+        return Side("llamacpp", str(float_gguf(find(MODEL)).path), options=EXACT)
+    return Side("transformers", MODEL)
 
 
 @dataclass(frozen=True)
@@ -94,8 +126,13 @@ def _three(folder: Path, prefill: str, decode: str) -> Iterator[_Three]:
 
 def _server(engine: str, role: str, folder: Path, daemons: OwnDaemons, stack: ExitStack) -> Server:
     folder.mkdir()
-    if engine == "transformers":
-        return stack.enter_context(ServerProcess(MODEL, ["--tier", TIER, "--name", NAME], folder, daemons))
+    if engine != "vllm":
+        model, more = MODEL, []
+        if engine == "llamacpp":
+            model = str(float_gguf(find(MODEL)).path)
+            more = ["--engine", engine, "--dtype", str(EXACT["dtype"]), "--no-flash"]
+        options = ["--tier", TIER, "--name", NAME, *more]
+        return stack.enter_context(ServerProcess(model, options, folder, daemons))
     from retain.engines.transformers.loading import prepared
 
     options = [

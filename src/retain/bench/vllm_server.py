@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from retain.bench.services import free_port, with_parent
-from retain.bench.vllm_trial import ENVIRONMENT, TrialError, session_of
+from retain.bench.vllm_trial import ENVIRONMENT, TrialError, engine_python, session_of
 
 READY_SECONDS = 600.0
 """A start costs 45 s of CPU time, on a machine that may be busy."""
@@ -27,7 +26,7 @@ class VllmServer:
     """A server of `model`, called `name`, started when the block is entered; `wait` until it is ready.
 
     `role` is vLLM's `kv_role`, None leaves Retain out; `settings` are the connector's, `options` vLLM's own
-    words for its command line.
+    words for its command line. Raises ConfigError where no Python with vLLM is found.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class VllmServer:
         self.log = folder / f"vllm-{self.port}.log"
         self._environment = environment
         module = "vllm.entrypoints.openai.api_server"  # the wheel for CPUs has no command that starts
-        self._command = [sys.executable, "-m", module, "--model", str(model), "--served-model-name", name]
+        self._command = [engine_python(), "-m", module, "--model", str(model), "--served-model-name", name]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
         self._command += ["--enforce-eager", *options]
         if role is not None:

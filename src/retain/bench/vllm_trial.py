@@ -106,15 +106,17 @@ class Trial:
 
     def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int = 1, logprobs: int | None = None) -> Told:
         """Have all prompts answered together. Raises TrialError."""
-        process = self._process
-        if process is None or process.stdin is None:
-            raise TrialError("the engine has ended")
-        asked = {"prompts": [list(p) for p in prompts], "max_tokens": max_tokens, "logprobs": logprobs}
-        process.stdin.write(json.dumps(asked) + "\n")
-        process.stdin.flush()
-        told = self._read()
+        told = self._told(
+            {"prompts": [list(p) for p in prompts], "max_tokens": max_tokens, "logprobs": logprobs}
+        )
         likeliest = tuple(tuple(map(tuple, answer)) for answer in told.get("likeliest", ()))
         return Told(told["seconds"], tuple(map(tuple, told["answers"])), tuple(told["cached"]), likeliest)
+
+    def metric(self, name: str) -> float:
+        """The sum of a counter of the engine's over its labels; 0 where it counts none of that name, or was
+        started with `disable_log_stats`. Raises TrialError.
+        """
+        return float(self._told({"metric": name})["value"])
 
     def cpu_seconds(self) -> float:
         """CPU time so far of every process of the engine."""
@@ -144,6 +146,14 @@ class Trial:
         """Kill every process of the engine at once (SIGKILL), whatever they are doing."""
         if self._process is not None:
             _kill_session(self._process.pid)
+
+    def _told(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        process = self._process
+        if process is None or process.stdin is None:
+            raise TrialError("the engine has ended")
+        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.flush()
+        return self._read()
 
     def _read(self) -> dict[str, Any]:
         if self._process is None or self._process.stdout is None:

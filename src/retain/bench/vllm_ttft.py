@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 import time
@@ -64,6 +65,7 @@ class _Bench:
         self._equal = True
         self._rows: list[dict[str, Value]] = []
         self._warm: dict[str, dict[int, float]] = {}
+        self._store_seconds: dict[str, float] = {}
 
     def report(self) -> Report:
         self._prefix_cache()
@@ -83,6 +85,9 @@ class _Bench:
             ratios["vllm.lmcache_over_warm"] = (
                 self._warm["LMCache, same process"][length] / self._warm["Retain, same process"][length]
             )
+            ratios["vllm.lmcache_store_over_retain"] = (
+                self._store_seconds["LMCache"] / self._store_seconds["Retain"]
+            )
         return Report("ttft-vllm", self._rows, ratios, {"text_equal": self._equal})
 
     def _prefix_cache(self) -> None:
@@ -96,6 +101,11 @@ class _Bench:
         with self._with_retain() as engine:
             self._cold("cold: Retain, nothing kept", engine)
             self._wait_stored(engine)
+            self._stored(
+                "Retain",
+                engine.metric("vllm:retain_save_tokens_total"),
+                engine.metric("vllm:retain_save_seconds_total"),
+            )
             self._reuse("Retain, same process", engine, WARM_ROUNDS)
         self._steps.step("Retain, warm")
         with self._with_retain() as engine:
@@ -115,6 +125,7 @@ class _Bench:
                 self._cold("cold: LMCache, nothing kept", engine)
                 engine.ask([[5] * 40])
                 time.sleep(5)
+                self._stored("LMCache", *server.stored())
                 self._reuse("LMCache, same process", engine, WARM_ROUNDS)
         self._steps.step("LMCache")
 
@@ -177,7 +188,7 @@ class _Bench:
             "enforce_eager": True,
             "max_model_len": 8192,
             "kv_cache_memory_bytes": 800_000_000,
-            "disable_log_stats": True,
+            "disable_log_stats": False,
         }
         chosen: dict[str, Any] = (
             {} if python is None or program is None else {"python": python, "program": program}
@@ -202,6 +213,18 @@ class _Bench:
         return 0.0 if state is None else cpu_seconds(state.pid)
 
     # rows
+
+    def _stored(self, what: str, tokens: float, seconds: float) -> None:
+        """What `tokens` tokens took to be stored, by the counters or the log of whoever stored them."""
+        length = next(iter(self._prompts))
+        self._store_seconds[what] = seconds * length / tokens if tokens else math.nan
+        row: dict[str, Value] = {
+            "what": f"stored by {what}, as it says itself",
+            "prompt_tokens": length,
+            "stored_tokens": int(tokens),
+            "store_seconds": self._store_seconds[what],
+        }
+        self._rows.append(row)
 
     def _cold(self, what: str, engine: Trial) -> None:
         """The first length is cold; the others begin as it does, and are asked so that they are kept."""

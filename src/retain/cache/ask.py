@@ -28,8 +28,9 @@ ASKERS = 4
 MOST_PENDING = 8
 """Questions to one tier that are not answered yet; beyond them it is not asked."""
 
-SHARE_OF_PREFILL = 0.1
-"""How much of the time that computing the prompt would take may be spent asking, at the most."""
+SHARE_OF_PREFILL = 0.03
+"""How much of the time that computing the prompt would take may be spent asking, at the most: what is
+found late serves the next request, and no request is to be more than 5 % slower for it."""
 
 LEAST_SECONDS = 0.005
 

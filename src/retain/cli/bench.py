@@ -216,8 +216,8 @@ def dialogues(
 @app.command("relay")
 def relay(
     tokens: Annotated[int, typer.Option(min=64, help="Length of the longest prompt.")] = 4096,
-    prefill: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
-    decode: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    prefill: Annotated[str, typer.Option(help="vllm, transformers or llamacpp.")] = "vllm",
+    decode: Annotated[str, typer.Option(help="vllm, transformers or llamacpp.")] = "vllm",
     as_json: Json = False,
 ) -> None:
     """Time to the first token through the relay, beside the prefill and the decode server alone."""

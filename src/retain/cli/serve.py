@@ -16,7 +16,7 @@ NOTHING = TierAddress("memory", capacity=0)
 
 
 def serve(
-    context: typer.Context,
+    command: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -61,11 +61,37 @@ def serve(
     engine: Annotated[
         str, typer.Option(help="transformers, or llamacpp for a GGUF file: faster on a CPU.")
     ] = "transformers",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Of the KV: float32, bfloat16 or float16; by default float32, with llamacpp float16.",
+            show_default=False,
+        ),
+    ] = None,
+    interchange: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="float16 keeps float32 KV in half the bytes.", show_default=False),
+    ] = None,
+    flash: Annotated[
+        bool | None,
+        typer.Option("--flash/--no-flash", help="With llamacpp: flash attention, by default on."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            metavar="TOKENS",
+            min=1,
+            help="With llamacpp: the most of prompt and answer.",
+            show_default=False,
+        ),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model through the OpenAI API, keeping and reusing its KV."""
     chosen = settings(
-        context,
+        command,
         model=model,
         tiers=tier,
         quotas=quota,
@@ -78,7 +104,7 @@ def serve(
         fidelity=fidelity,
     )
     try:
-        from retain.gateway import run_server
+        from retain.gateway import EngineOptions, run_server
     except ImportError as error:
         raise MissingDependency(
             f"the server needs {error.name}: pip install 'retain[serve,transformers]'"
@@ -93,6 +119,7 @@ def serve(
         allow_open=allow_open,
         served_name=name,
         engine=engine,
+        options=EngineOptions(dtype, interchange, flash, context),
         policy=chosen.policy,
         daemon=not (no_daemon or no_cache),
         audit=chosen.audit,

@@ -3,6 +3,7 @@
 from retain.errors import MissingDependency
 
 try:
+    from retain.gateway.local import EngineOptions
     from retain.gateway.server import build_app, run_server, serve
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("prometheus_client", "starlette", "uvicorn"):
@@ -11,4 +12,4 @@ except ModuleNotFoundError as error:
         f"the server needs the package {error.name}: pip install 'retain[serve,transformers]'"
     ) from error
 
-__all__ = ["build_app", "run_server", "serve"]
+__all__ = ["EngineOptions", "build_app", "run_server", "serve"]

@@ -4,6 +4,7 @@ words."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import retain
@@ -23,6 +24,24 @@ SETTLE_SECONDS = 1.0
 Opened = tuple["LocalEngine", BlockCache]
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine runs its model; None is the engine's own choice.
+
+    `dtype` is that of its KV (transformers computes in it as well), `interchange` float16 keeps float32 KV in
+    half the bytes; `flash` and `context` are llama.cpp's.
+    """
+
+    dtype: str | None = None
+    interchange: str | None = None
+    flash: bool | None = None
+    context: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.interchange not in (None, "float16"):
+            raise ConfigError(f"KV is interchanged as it is held, or as float16; not as {self.interchange}")
+
+
 def open_engine(
     engine: str,
     model: Source,
@@ -31,9 +50,9 @@ def open_engine(
     policy: str,
     audit: float,
     fidelity: str,
-    dtype: str | None,
+    options: EngineOptions,
 ) -> Opened:
-    """Load a model in `engine` and open the cache that it works on. `dtype` None is the engine's own choice.
+    """Load a model in `engine` and open the cache that it works on.
 
     Raises ConfigError for an engine that is not served in this process, and the RetainErrors of loading.
     """
@@ -42,21 +61,29 @@ def open_engine(
         raise ConfigError(f"no engine {engine!r} serves a model here; known are {', '.join(ENGINES)}")
     cache = retain.open(*tiers, policy=policy)
     try:
-        return opener(model, cache, audit, fidelity, dtype), cache
+        return opener(model, cache, audit, fidelity, options), cache
     except BaseException:
         cache.close()
         raise
 
 
 def _transformers(
-    model: Source, cache: BlockCache, audit: float, fidelity: str, dtype: str | None
+    model: Source, cache: BlockCache, audit: float, fidelity: str, options: EngineOptions
 ) -> LocalEngine:
     from retain.engines import transformers
     from retain.engines.transformers.loading import load
 
-    loaded = load(model, dtype or "float32")
+    if options.flash is not None or options.context is not None:
+        raise ConfigError("flash attention and the context are chosen for llama.cpp only: --engine llamacpp")
+    loaded = load(model, options.dtype or "float32")
     engine = transformers.attach(
-        loaded.model, loaded.tokenizer, cache, audit=audit, fidelity=fidelity, spec=loaded.spec
+        loaded.model,
+        loaded.tokenizer,
+        cache,
+        audit=audit,
+        fidelity=fidelity,
+        interchange=options.interchange,
+        spec=loaded.spec,
     )
     config = engine.model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
@@ -68,19 +95,28 @@ def _transformers(
 
 
 def _llamacpp(
-    model: Source, cache: BlockCache, audit: float, fidelity: str, dtype: str | None
+    model: Source, cache: BlockCache, audit: float, fidelity: str, options: EngineOptions
 ) -> LocalEngine:
     from retain.engines import llamacpp
     from retain.engines.transformers.loading import load_tokenizer
 
     if audit:
         raise ConfigError("the llama.cpp engine has no audit; serve with audit 0, or with transformers")
-    settings = llamacpp.Settings(dtype=dtype or "float16")
-    engine = llamacpp.attach(model, cache, settings, tokenizer=load_tokenizer(model), fidelity=fidelity)
+    settings = llamacpp.Settings(
+        dtype=options.dtype or "float16", flash=options.flash is not False, context=options.context
+    )
+    engine = llamacpp.attach(
+        model,
+        cache,
+        settings,
+        tokenizer=load_tokenizer(model),
+        fidelity=fidelity,
+        interchange=options.interchange,
+    )
     return LocalEngine(engine, engine.context)
 
 
-ENGINES: Mapping[str, Callable[[Source, BlockCache, float, str, str | None], LocalEngine]] = {
+ENGINES: Mapping[str, Callable[[Source, BlockCache, float, str, EngineOptions], LocalEngine]] = {
     "transformers": _transformers,
     "llamacpp": _llamacpp,
 }

@@ -22,6 +22,7 @@ from retain.errors import ConfigError
 from retain.fidelity import checked
 from retain.gateway.app import application
 from retain.gateway.engine import Engine
+from retain.gateway.local import EngineOptions, open_engine
 from retain.gateway.service import Service
 from retain.gateway.tenants import Tenants, check_bind, read_api_keys
 from retain.models import PACKAGED, find
@@ -49,7 +50,7 @@ def run_server(
     audit: float = 0.0,
     fidelity: str = "kin",
     engine: str = "transformers",
-    dtype: str | None = None,
+    options: EngineOptions = EngineOptions(),  # noqa: B008 - it is frozen
     max_queue: int = 64,
     grace: float = 30.0,
     allow_open: bool = False,
@@ -58,12 +59,12 @@ def run_server(
     """Load `model` (a directory, a GGUF file, or `smollm2`), serve it until SIGTERM or SIGINT, return the
     exit code.
 
-    `engine` is transformers or llamacpp, `dtype` that of its KV, by default float32 and float16. With
-    `daemon` the node's daemon keeps the cache, started if need be; else this process does. `api_keys`
-    are texts NAME=KEY, each a tenant; the name `admin` is the operator's. `served_name` is the model's name
-    in the API, by default that of its directory or file. `fidelity` is the lowest accepted of kept KV by
-    requests that name none themselves. `grace` is how many seconds running requests have to
-    finish when the server is stopped. Raises ConfigError and the errors of loading the model.
+    `engine` is transformers or llamacpp, `options` how it runs the model. With `daemon` the node's daemon
+    keeps the cache, started if need be; else this process does. `api_keys` are texts NAME=KEY, each a tenant;
+    the name `admin` is the operator's. `served_name` is the model's name in the API, by default that of its
+    directory or file. `fidelity` is the lowest accepted of kept KV by requests that name none themselves.
+    `grace` is how many seconds running requests have to finish when the server is stopped. Raises ConfigError
+    and the errors of loading the model.
     """
     keys = read_api_keys(api_keys, api_key_file)
     check_bind(host, keys, allow_open)
@@ -71,8 +72,6 @@ def run_server(
     write_log(log_level)
 
     def open_model() -> Opened:
-        from retain.gateway.local import open_engine
-
         return open_engine(
             engine,
             source,
@@ -80,7 +79,7 @@ def run_server(
             policy=policy,
             audit=audit,
             fidelity=checked(fidelity),
-            dtype=dtype,
+            options=options,
         )
 
     name = served_name or (model.lower() if model.lower() in PACKAGED else source.name)

@@ -59,6 +59,8 @@ class Counts:
     """Counts since the last `take`. Safe from several threads."""
 
     failed_loads: int = 0
+    loaded_seconds: float = 0.0
+    """Of all loads so far; never taken away."""
     _data: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -68,6 +70,8 @@ class Counts:
             self._data["load_requests" if kind == "load" else "save_blocks"] += 1
             self._data[f"{kind}_tokens"] += tokens
             self._data[f"{kind}_seconds"] += seconds
+            if kind == "load":
+                self.loaded_seconds += seconds
 
     def take(self) -> Stats | None:
         """The counts, which begin anew; None where nothing happened."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from retain.engines.scoring import Score, Scorer, Text
@@ -107,8 +108,18 @@ class _Scorer:
         parameters = SamplingParams(
             max_tokens=len(text.forced), temperature=0.0, ignore_eos=True, detokenize=False
         )
+        before = _loaded_seconds()
         Forcing.forced, Forcing.seen, Forcing.began = text.forced, {}, time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": list(text.prompt)}], parameters, use_tqdm=False)
         cached = outputs[0].num_cached_tokens or 0
         logits = np.stack([Forcing.seen[step] for step in range(len(text.forced))]).astype(np.float32)
-        return Score(logits, {"reused": cached} if cached else {}, Forcing.first_seconds, 0.0)
+        moved = _loaded_seconds() - before
+        return Score(logits, {"reused": cached} if cached else {}, Forcing.first_seconds, moved)
+
+
+def _loaded_seconds() -> float:
+    """What the connector's loads have taken so far, from the claim of the blocks to the last copy."""
+    if not has_kv_transfer_group():
+        return 0.0
+    worker = get_kv_transfer_group().shared.worker
+    return 0.0 if worker is None else float(worker.counts.loaded_seconds)

@@ -24,6 +24,9 @@ def main() -> None:
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         asked = json.loads(line)
+        if "metric" in asked:
+            print(json.dumps({"value": _metric(asked["metric"])}), file=answers)
+            continue
         parameters = SamplingParams(
             max_tokens=asked["max_tokens"],
             temperature=0.0,
@@ -41,6 +44,14 @@ def main() -> None:
             "likeliest": [_likeliest(output.outputs[0].logprobs or ()) for output in outputs],
         }
         print(json.dumps(told), file=answers)
+
+
+def _metric(name: str) -> float:
+    """A counter's sum over its labels. vLLM's own reader of its metrics cuts them to whole numbers."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    return float(sum(sample.value for sample in samples if sample.name == name))
 
 
 def _likeliest(logprobs: Any) -> list[list[float]]:
