@@ -137,7 +137,7 @@ def codecs(
 @app.command("ttft")
 def ttft(
     tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
-    engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
+    engine: Annotated[str, typer.Option(help="transformers, llamacpp or vllm.")] = "transformers",
     peers: Annotated[
         str | None,
         typer.Option(
@@ -156,10 +156,14 @@ def ttft(
         from retain.bench import vllm_ttft
 
         report = vllm_ttft.run(tokens, peers)
+    elif engine == "llamacpp":
+        from retain.bench import llamacpp_ttft
+
+        report = llamacpp_ttft.run(tokens)
     elif engine == "transformers":
         report = bench.run(tokens)
     else:
-        raise ConfigError(f"no engine {engine!r} is measured; known are transformers and vllm")
+        raise ConfigError(f"no engine {engine!r} is measured; known are transformers, llamacpp and vllm")
     finish(report, bench.plot, as_json, plot)
 
 
