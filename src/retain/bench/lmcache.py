@@ -1,8 +1,11 @@
-"""LMCache's server as a peer to measure beside: the one mode that runs on a CPU, in a venv of its own."""
+"""LMCache as a peer to measure beside, in a venv of its own: its server, the one mode that runs on a CPU, and
+its own bench of stores.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -10,6 +13,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +23,34 @@ from retain.engines import vllm
 
 READY_SECONDS = 120.0
 _STORED = re.compile(r"Stored (\d+) tokens in ([\d.]+) seconds")
+
+L2_KEYS, L2_ROUNDS, L2_SECONDS = 16, 8, 300.0
+_ROUND = re.compile(r"\[(Store|Load)\] Round \d+: ([\d.]+) ms, \w+=(\d+)/(\d+)")
+
+
+def file_rates(python: str, folder: Path, size: int) -> dict[str, float]:
+    """Bytes a second of wall time that `lmcache bench l2` stores ("put") and loads ("get") with its adapter
+    for files, in objects of `size` bytes; medians of its rounds. Raises TrialError.
+    """
+    place = folder / f"lmcache-{size}"
+    place.mkdir()
+    command = [
+        str(Path(python).parent / "lmcache"), "bench", "l2", "--num-keys", str(L2_KEYS),
+        "--data-size-kb", str(size >> 10), "--rounds", str(L2_ROUNDS),
+        "--l2-adapter", json.dumps({"type": "fs", "base_path": str(place)}),
+    ]  # fmt: skip
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=L2_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise TrialError(f"lmcache bench l2 did not end within {L2_SECONDS:.0f} s") from error
+    found: dict[str, list[float]] = {"put": [], "get": []}
+    for verb, milliseconds, done, of in _ROUND.findall(ran.stdout):
+        if done == of:
+            found["put" if verb == "Store" else "get"].append(float(milliseconds) / 1e3)
+    if not all(found.values()):
+        words = " / ".join((ran.stderr or ran.stdout).strip().splitlines()[-3:])
+        raise TrialError(f"lmcache bench l2 measured nothing: {words}")
+    return {verb: L2_KEYS * size / median(seconds) for verb, seconds in found.items()}
 
 
 class LMCacheServer:

@@ -7,7 +7,7 @@ bare call take turns.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import numpy as np
 
 from retain.bench.clock import Contender, Sample, interleaved
 from retain.bench.files import read_file, write_file
+from retain.bench.lmcache import file_rates
 from retain.bench.load import PROMPTS, load_rows
 from retain.bench.pool import Pool
 from retain.bench.progress import Steps
@@ -50,8 +51,10 @@ def run(
     ratio_size: int = RATIO_SIZE,
     prompts: int = PROMPTS,
     tiers: Sequence[str] = LOCAL,
+    peers: str | None = None,
 ) -> Report:
     """Measure in a temporary folder. `ratio_size` is one of `sizes`; loading goes over `prompts` prompts.
+    `peers` is the Python of a venv with LMCache, whose files are then measured too.
 
     Raises ConfigError for a tier that is not known, MissingDependency where its server is not installed.
     """
@@ -77,6 +80,12 @@ def run(
                     rows.append(row)
                     if size == ratio_size:
                         ratios[f"store.{tier}.{verb}"] = float(row["ratio"] or 0)
+            if "disk" in tiers and peers is not None:
+                for row in _beside_lmcache(rows, file_rates(peers, Path(folder), size), size):
+                    rows.append(row)
+                    if size == ratio_size:
+                        verb = str(row["what"]).split()[1]
+                        ratios[f"store.disk.{verb}_over_lmcache"] = float(row["ratio"] or 0)
         for tier in (each for each in REMOTE if each in tiers):
             for size in (each for each in sizes if each in REMOTE_SIZES):
                 pool = Pool(size, min(pool_bytes, REMOTE_POOL_BYTES))
@@ -227,10 +236,33 @@ def _row(what: str, label: str, size: int, moved: int, found: Sample, baseline: 
     }
 
 
+def _beside_lmcache(
+    rows: Sequence[dict[str, Value]], rates: Mapping[str, float], size: int
+) -> list[dict[str, Value]]:
+    """The disk tier's rows of a size again, beside LMCache's adapter for files: by wall time, for that is all
+    it tells.
+    """
+    found: list[dict[str, Value]] = []
+    for verb, rate in rates.items():
+        mine = next(r for r in rows if r["what"] == f"disk {verb}" and r["object_bytes"] == size)
+        speed = float(mine["bytes_per_second"] or 0)
+        found.append(
+            {
+                "what": f"disk {verb}",
+                "object_bytes": size,
+                "beside": "LMCache's files, wall time",
+                "baseline_bytes_per_second": rate,
+                "bytes_per_second": speed,
+                "ratio": speed / rate,
+            }
+        )
+    return found
+
+
 def plot(report: Report) -> Figure:
     """The share of the bare call's speed that each tier reaches, by object size."""
     figure, axes = new_figure()
-    rows = [row for row in report.rows if row.get("object_bytes") in SIZES and "beside" in row]
+    rows = [row for row in report.rows if row.get("object_bytes") in SIZES and "bytes_per_cpu_second" in row]
     for what in dict.fromkeys(str(row["what"]) for row in rows):
         chosen = [row for row in rows if row["what"] == what]
         labels = [f"{int(row['object_bytes'] or 0) >> 10:,} KiB" for row in chosen]

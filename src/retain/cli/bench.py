@@ -31,6 +31,14 @@ def store(
     tier: Annotated[
         str, typer.Option(metavar="LIST", help="Of memory, disk, redis, http and object, with commas.")
     ] = "memory,disk",
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PYTHON",
+            help="The Python of a venv with LMCache, to measure its files beside the disk tier.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -40,7 +48,8 @@ def store(
     """
     from retain.bench import store as bench
 
-    finish(bench.run(tiers=[each.strip() for each in tier.split(",")]), bench.plot, as_json, plot)
+    report = bench.run(tiers=[each.strip() for each in tier.split(",")], peers=peers)
+    finish(report, bench.plot, as_json, plot)
 
 
 @app.command("keys")
