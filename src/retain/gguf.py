@@ -103,17 +103,15 @@ class GgufFile:
         heads = _heads(self)
         found = {}
         for name, stored in self._stored.items():
+            if name == _FREQUENCIES:
+                continue  # a setting: see `_scaled`
             target = _hugging_face_name(name, family.names)
             if target is None:
                 raise UnsupportedModel(
                     f"{self.path.name} has a tensor {name!r} that Retain cannot place in a "
                     f"{self.architecture} model; use the model's safetensors directory"
                 )
-            data = self._data[stored.start : stored.start + stored.size]
-            if data.size != stored.size:
-                raise UnsupportedModel(
-                    f"{self.path.name} is cut off: tensor {name} ends behind the end of the file"
-                )
+            data = self._bytes(name)
             rows = None
             part = name.split(".")[2] if name.startswith("blk.") else ""
             if family.interleaved and part in heads:
@@ -135,6 +133,15 @@ class GgufFile:
     def interleaved(self) -> bool:
         """Whether llama.cpp rotates neighbouring numbers of a head where Hugging Face rotates its halves."""
         return self._known().interleaved
+
+    def _bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        stored = self._stored[name]
+        data = self._data[stored.start : stored.start + stored.size]
+        if data.size != stored.size:
+            raise UnsupportedModel(
+                f"{self.path.name} is cut off: tensor {name} ends behind the end of the file"
+            )
+        return data
 
     def _known(self) -> Architecture:
         family = _ARCHITECTURES.get(self.architecture)
@@ -197,6 +204,27 @@ def _base_config(file: GgufFile, model_type: str) -> dict[str, Any]:
     return config
 
 
+def _qwen2_config(file: GgufFile) -> dict[str, Any]:
+    return {
+        **_base_config(file, "qwen2"),
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "rope_parameters": _rope(file),
+    }
+
+
+def _qwen3_config(file: GgufFile) -> dict[str, Any]:
+    return {
+        **_base_config(file, "qwen3"),
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "rope_parameters": _rope(file),
+    }
+
+
 def _llama_config(file: GgufFile) -> dict[str, Any]:
     config = _base_config(file, "llama")
     turned = _count(file, "rope.dimension_count", config["head_dim"])
@@ -238,8 +266,17 @@ def _gemma3_config(file: GgufFile) -> dict[str, Any]:
 def _rope(file: GgufFile) -> dict[str, Any]:
     rule = file.setting("rope.scaling.type", "none")
     theta = _number(file, "rope.freq_base", 1e4)
+    if _FREQUENCIES in file._stored:
+        return {**_scaled(file, theta), "rope_theta": theta}
     if rule == "none":
         return {"rope_type": "default", "rope_theta": theta}
+    if rule == "yarn":
+        return {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": _number(file, "rope.scaling.factor"),
+            "original_max_position_embeddings": _count(file, "rope.scaling.original_context_length"),
+        }
     if rule == "linear":
         factor = _number(file, "rope.scaling.factor", file.setting("rope.scale_linear"))
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
@@ -247,6 +284,34 @@ def _rope(file: GgufFile) -> dict[str, Any]:
         f"{file.path.name} scales RoPE by the rule {rule!r} (rope.scaling.type), which Retain cannot read "
         "from a GGUF file; use the model's safetensors directory"
     )
+
+
+def _scaled(file: GgufFile, theta: float) -> dict[str, Any]:
+    """Llama 3's rule, of which a GGUF file holds what each frequency is divided by.
+
+    All its models have the same bounds; what the lowest frequency is divided by is the rule's factor.
+    """
+    stored = file._stored[_FREQUENCIES]
+    lines = file._bytes(_FREQUENCIES).reshape(1, -1)
+    kept = dequantised(lines, stored.quantisation).reshape(-1).astype(np.float64)
+    factor, (low, high, original) = float(kept.max(initial=1.0)), _LLAMA3
+    lengths = 2 * np.pi * theta ** (np.arange(kept.size) / max(kept.size, 1))
+    smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    expected = np.where(lengths > original / low, factor, between)
+    expected[lengths < original / high] = 1.0
+    if not np.allclose(kept, expected, rtol=1e-5):
+        raise UnsupportedModel(
+            f"{file.path.name} scales RoPE by factors ({_FREQUENCIES}) that are not those of Llama 3; use "
+            "the model's safetensors directory"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": number(factor),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": int(original),
+    }
 
 
 def _count(file: GgufFile, name: str, default: int | None = None) -> int:
@@ -267,6 +332,10 @@ def _number(file: GgufFile, name: str, default: float | None = None) -> float:
     return number(value)
 
 
+_FREQUENCIES = "rope_freqs.weight"
+_LLAMA3 = (1.0, 4.0, 8192.0)
+"""Of Llama 3.1 and later: `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`."""
+
 _OUTSIDE = MappingProxyType(
     {
         "token_embd.weight": "model.embed_tokens.weight",
@@ -285,6 +354,7 @@ _ATTENTION = {
     "ffn_down": "mlp.down_proj",
 }
 _LLAMA = {**_ATTENTION, "ffn_norm": "post_attention_layernorm"}
+_QWEN3 = {**_LLAMA, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _GEMMA3 = {
     **_ATTENTION,
     "attn_q_norm": "self_attn.q_norm",
@@ -296,6 +366,8 @@ _GEMMA3 = {
 _ARCHITECTURES = MappingProxyType(
     {
         "llama": Architecture(_llama_config, MappingProxyType(_LLAMA), interleaved=True, norm_offset=0.0),
+        "qwen2": Architecture(_qwen2_config, MappingProxyType(_LLAMA), interleaved=False, norm_offset=0.0),
+        "qwen3": Architecture(_qwen3_config, MappingProxyType(_QWEN3), interleaved=False, norm_offset=0.0),
         "gemma3": Architecture(_gemma3_config, MappingProxyType(_GEMMA3), interleaved=False, norm_offset=1.0),
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ _NAMES = {
 }
 _NORMS = {
     "llama": {"post_attention_layernorm": "ffn_norm"},
+    "qwen2": {"post_attention_layernorm": "ffn_norm"},
+    "qwen3": {"post_attention_layernorm": "ffn_norm"},
     "gemma3": {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
@@ -36,9 +39,10 @@ _NORMS = {
 def write_gguf(
     model: Any, path: Path, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
 ) -> None:
-    """Write `model` (llama or gemma3) to `path`, its matrices quantised as `kind`."""
+    """Write `model` (llama, qwen2, qwen3 or gemma3) to `path`, its matrices quantised as `kind`."""
     config = model.config
-    family = {"llama": "llama", "gemma3_text": "gemma3"}[config.model_type]
+    family = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer = gguf.GGUFWriter(path, family)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -47,13 +51,19 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if family == "llama":
-        writer.add_rope_dimension_count(config.head_dim)
-    else:
+        writer.add_rope_dimension_count(size)
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, size))
+    if family == "gemma3":
         writer.add_sliding_window(config.sliding_window)
     writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config.vocab_size)
@@ -82,6 +92,23 @@ def _interleaved(values: Any, heads: int) -> Any:
     # LlamaModel.permute in llama.cpp's convert_hf_to_gguf.py
     shape = values.shape
     return values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _llama3_factors(rope: Any, size: int) -> Any:
+    # LlamaModel.generate_extra_tensors in llama.cpp's convert_hf_to_gguf.py
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    found = []
+    for index in range(0, size, 2):
+        length = 2 * math.pi * rope["rope_theta"] ** (index / size)
+        if length < original / high:
+            found.append(1.0)
+        elif length > original / low:
+            found.append(factor)
+        else:
+            smooth = (original / length - low) / (high - low)
+            found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
 
 
 def _gguf_name(name: str, family: str) -> str:

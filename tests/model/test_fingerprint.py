@@ -223,7 +223,19 @@ def test_a_gguf_file_of_an_unknown_architecture_is_refused_by_name(tmp_path: Pat
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "llama-mqa", "llama-head-80", "llama-one-layer", "llama-tied", "gemma3"]
+    "name",
+    [
+        "llama-gqa",
+        "llama-mqa",
+        "llama-head-80",
+        "llama-one-layer",
+        "llama-tied",
+        "llama-31",
+        "llama-yarn",
+        "qwen2",
+        "qwen3",
+        "gemma3",
+    ],
 )
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
 def test_the_kin_is_one_for_a_gguf_file_a_directory_and_a_live_model(

@@ -31,6 +31,7 @@ _LLAMA3: Any = {
     "original_max_position_embeddings": 64,
     "rope_theta": 500000.0,
 }
+_LLAMA31: Any = {**_LLAMA3, "original_max_position_embeddings": 8192}
 _LONGROPE: Any = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -73,6 +74,7 @@ CONFIGS: MappingProxyType[str, Callable[[], Any]] = MappingProxyType(
             **_SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         ),
         "llama-llama3": lambda: hf.LlamaConfig(**_SIZES, rope_parameters=_LLAMA3),
+        "llama-31": lambda: hf.LlamaConfig(**_SIZES, rope_parameters=_LLAMA31),
         "llama-yarn": lambda: hf.LlamaConfig(**_SIZES, rope_parameters=_YARN),
         "mistral": lambda: hf.MistralConfig(**_SIZES, sliding_window=WINDOW),
         "mistral-full": lambda: hf.MistralConfig(**_SIZES, sliding_window=None),

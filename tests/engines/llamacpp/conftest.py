@@ -18,11 +18,25 @@ pytest.importorskip("llama_cpp")
 from tests.engines.transformers import tiny  # noqa: E402  it needs transformers
 from tests.model.ggufs import write_gguf  # noqa: E402
 
+LLAMA31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 1e4}
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama-gqa": tiny.llama,
     "llama-mqa": lambda: tiny.llama(num_key_value_heads=1),
     "llama-head-80": lambda: tiny.llama(head_dim=80),
     "llama-1-layer": lambda: tiny.llama(num_hidden_layers=1),
+    "llama-31": lambda: tiny.llama(rope_parameters=LLAMA31),
+    "llama-yarn": lambda: tiny.llama(rope_parameters=YARN),
+    "qwen2": tiny.qwen2,
+    "qwen3": tiny.qwen3,
     "gemma3-window-32": lambda: tiny.gemma3(
         num_hidden_layers=7, layer_types=[*["sliding_attention"] * 5, "full_attention", "sliding_attention"]
     ),

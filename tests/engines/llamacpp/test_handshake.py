@@ -47,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return saved
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3-window-32"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "llama-31", "llama-yarn", "qwen2", "qwen3", "gemma3-window-32"]
+)
 def test_families_with_permuted_keys_and_without_pass_both_ways(
     name: str, gguf: Callable[[str], Path], folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from transformers import (
     MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -60,6 +62,16 @@ def mistral() -> Any:
 
 def phi3() -> Any:
     return _made(Phi3ForCausalLM, Phi3Config(**{**_SMALL, "partial_rotary_factor": 0.5}), 0, torch.float32)
+
+
+def qwen2() -> Any:
+    settings = {name: value for name, value in _SMALL.items() if name != "head_dim"}
+    model = _made(Qwen2ForCausalLM, Qwen2Config(**settings), 0, torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zeros would hide a wrong order
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
 def qwen3() -> Any:

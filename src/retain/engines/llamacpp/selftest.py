@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from retain.block import array_shapes, make_header
 from retain.codecs.base import container
+from retain.codecs.ladder.rope import Rotation
 from retain.errors import InvalidObject, UnsupportedModel
 from retain.gguf import GgufFile, GgufTensor
 from retain.identity import as_tokens
-from retain.model import RopeSpec
+from retain.model import LayerSpec, RopeSpec
 
 from .host import Host
 
@@ -77,7 +78,8 @@ def first_layer(
     )
     if "model.layers.0.self_attn.k_norm.weight" in tensors:
         k = _norm(k, _all(tensors, "model.layers.0.self_attn.k_norm.weight") + offset, eps)
-    return _rotated(k, rope), v
+    turned = Rotation([LayerSpec("full", heads, k.shape[-1], v.shape[-1], rope=rope)])
+    return turned.apply(k[None].astype(np.float32), 0)[0].astype(np.float64), v
 
 
 def distance(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
@@ -102,18 +104,6 @@ def _check_restore(host: Host, tokens: Any, arrays: Mapping[str, Any], ahead: np
     far = float(np.abs(again - ahead).max())
     if not far <= 1e-3 * max(1.0, float(np.abs(ahead).max())):
         raise UnsupportedModel(f"a state put back into llama.cpp continues differently (logits by {far:.2g})")
-
-
-def _rotated(k: Values, rope: RopeSpec | None) -> Values:
-    if rope is None:
-        return k
-    turned = rope.rotary_dim
-    factor = float(dict(rope.parameters).get("factor", 1.0)) if rope.scaling == "linear" else 1.0  # type: ignore[arg-type]
-    frequencies = rope.theta ** (-np.arange(0, turned, 2) / turned)
-    angles = np.arange(k.shape[1])[:, None] / factor * frequencies
-    cos, sin = np.cos(angles), np.sin(angles)
-    low, high, rest = k[..., : turned // 2], k[..., turned // 2 : turned], k[..., turned:]
-    return np.concatenate([low * cos - high * sin, high * cos + low * sin, rest], -1)
 
 
 def _norm(x: Values, weight: Values, eps: float) -> Values:
