@@ -64,3 +64,32 @@ def test_a5_every_prompt_token_reaches_the_decode_side_though_the_last_step_had_
         assert answer.cached == length - 1  # the last token is computed in any case, to have its logits
         assert answer.tokens[0] == before.tokens[0]
     decode.close()
+
+
+def test_a_tier_of_a_lossy_codec_serves_those_who_accept_it_and_nobody_else(
+    launch: Callable[..., Engine], tiny_llama: Path, tmp_path: Path
+) -> None:
+    tiers = ["memory:64MiB", f"disk:{tmp_path / 'kv'}?capacity=1GiB&codec=int8"]
+    asked = prompt(700)
+    first = launch(tiny_llama, {"tiers": tiers})
+    exact = first.ask(asked, tokens=1)[0]
+    assert first.cache.flush(30.0)
+    first.close()
+
+    strict = launch(tiny_llama, {"tiers": tiers, "store": False})
+    assert strict.ask(asked, tokens=1)[0].cached == 0
+    strict.close()
+
+    lax = launch(tiny_llama, {"tiers": tiers, "fidelity": "int8"})
+    found = lax.ask(asked, tokens=1)[0]
+    assert found.cached == 699
+    assert 0 < abs(found.logprobs[0] - exact.logprobs[0]) < 0.5  # eight bits, and no other numbers
+    # What is computed behind it carries its lineage, so that nobody takes it for exact.
+    lax.ask([*asked, *prompt(300, 1)], tokens=1)
+    assert lax.cache.flush(30.0)
+    lax.close()
+
+    strict = launch(tiny_llama, {"tiers": tiers, "store": False, "fidelity": "exact"})
+    assert strict.ask([*asked, *prompt(300, 1)], tokens=1)[0].cached == 0
+    strict.close()
+    assert list((tmp_path / "kv").rglob("*.int8*"))
