@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from retain.cache import BlockCache
-from retain.identity import TAIL_TOKENS, Chain
+from retain.codecs.base import Array
+from retain.dtypes import check_range
+from retain.header import BlockHeader
+from retain.identity import TAIL_TOKENS, Chain, Tokens
 
 
 class Writer:
@@ -82,6 +85,23 @@ class Writer:
             run()
         except Exception as error:
             self._cache.failure("computed KV could not be stored", f"{type(error).__name__}: {error}")
+
+
+def write(
+    cache: BlockCache, header: BlockHeader, tokens: Tokens, fill: Callable[[Mapping[str, Array]], None]
+) -> int:
+    """Have `fill` write a block's arrays where the cache keeps them; how many tokens are kept thereby."""
+    place = cache.reserve(header)
+    if place is None:
+        return 0
+    try:
+        place.tokens[:] = tokens
+        fill(place.arrays)
+        check_range(place.arrays, header.dtype)
+    except BaseException:
+        place.abandon()
+        raise
+    return header.count if place.commit().kept else 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import retain
 from retain.address import TierAddress
 from retain.cache import BlockCache
 from retain.engines import wishes
+from retain.engines.generation import Generation
 from retain.engines.report import Report as Told
 from retain.errors import ConfigError, UnsupportedModel
 from retain.gateway.engine import Report, Sampling, Step
@@ -120,17 +121,6 @@ ENGINES: Mapping[str, Callable[[Source, BlockCache, float, str, EngineOptions], 
     "transformers": _transformers,
     "llamacpp": _llamacpp,
 }
-
-
-class Generation(Protocol):
-    """An answer of an engine as it is made."""
-
-    @property
-    def report(self) -> Told: ...
-
-    def __iter__(self) -> Iterator[wishes.Step]: ...
-
-    def close(self) -> None: ...
 
 
 class InProcess(Protocol):

@@ -9,12 +9,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from retain.cache import BlockCache
+from retain.engines.generation import Generation, salt_for
 from retain.engines.report import Report
 from retain.engines.wishes import Sampling, Step
 from retain.errors import UnsupportedInput
 from retain.fidelity import checked
 from retain.handshake import Peer
-from retain.identity import Chain, Tokens, as_tokens, chain, salt_of, space_of
+from retain.identity import Chain, Tokens, as_tokens, chain, space_of
 from retain.model import ModelSpec
 from retain.models import Source, find
 
@@ -62,34 +63,6 @@ class Forward:
 
     logits: Logits
     report: Report
-
-
-class Generation:
-    """An answer as it is made: iterate for its steps. `report` grows with it; `close` ends it."""
-
-    def __init__(self, steps: Iterator[Step], report: Report) -> None:
-        self.report = report
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[Step]:
-        return self
-
-    def __next__(self) -> Step:
-        return next(self._steps)
-
-    def close(self) -> None:
-        """End the generation and keep what it has completed. Idempotent."""
-        close = getattr(self._steps, "close", None)
-        if close is not None:
-            close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Engine:
@@ -248,11 +221,7 @@ class Engine:
             logits = self._requests.step(session)
 
     def _salt(self, tenant: str | None, salt: str | None) -> bytes | None:
-        named = self.tenant if tenant is None else tenant
-        made = salt_of(named, salt)
-        if named is not None:  # only here are both known, the name and the space
-            self.cache.own(space_of(self.spec.kin, self.spec.adapter, made), named)
-        return made
+        return salt_for(self.cache, self.spec, self.tenant if tenant is None else tenant, salt)
 
 
 def _never() -> bool:

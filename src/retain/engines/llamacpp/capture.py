@@ -3,16 +3,15 @@ requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from retain.block import Block, array_shapes, make_header
 from retain.cache import BlockCache
 from retain.codecs.base import container
-from retain.dtypes import check_range
 from retain.engines.report import Report
-from retain.engines.writing import Writer
+from retain.engines.writing import Writer, write
 from retain.identity import TAIL_TOKENS, Chain, Tokens, as_tokens
 from retain.model import ModelSpec
 
@@ -125,19 +124,11 @@ class Recorder:
         if count == self._chain.block_tokens:
             self._parent = header.key
 
+        def fill(kept: Mapping[str, Array]) -> None:
+            for name, array in kept.items():
+                np.copyto(array, arrays[name][:, :, :count], casting="same_kind")
+
         def store() -> None:
-            place = self._cache.reserve(header)
-            if place is None:
-                return
-            try:
-                place.tokens[:] = ids
-                for name, array in place.arrays.items():
-                    np.copyto(array, arrays[name][:, :, :count], casting="same_kind")
-                check_range(place.arrays, header.dtype)
-            except BaseException:
-                place.abandon()
-                raise
-            if place.commit().kept:
-                self._report.written += count
+            self._report.written += write(self._cache, header, ids, fill)
 
         self._writer.submit(self._chain, store)

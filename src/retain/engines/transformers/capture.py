@@ -3,7 +3,7 @@ requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import transformers
@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache as EngineCache
 
 from retain.block import make_header
 from retain.cache import BlockCache
-from retain.dtypes import check_range
+from retain.codecs.base import Array
 from retain.engines.report import Report
-from retain.engines.writing import Writer
+from retain.engines.writing import Writer, write
 from retain.identity import TAIL_TOKENS, Chain, Tokens, as_tokens
 from retain.model import ModelSpec
 
@@ -103,16 +103,9 @@ class Recorder:
         )
         if header.count == self._chain.block_tokens:
             self._parent = header.key
-        place = self._cache.reserve(header)
-        if place is None:
-            return
-        try:
-            place.tokens[:] = ids
+
+        def fill(arrays: Mapping[str, Array]) -> None:
             with torch.no_grad():
-                self._geometry.copy_out(views, place.arrays)
-            check_range(place.arrays, self._kept_as.dtype)
-        except BaseException:
-            place.abandon()
-            raise
-        if place.commit().kept:
-            self._report.written += header.count
+                self._geometry.copy_out(views, arrays)
+
+        self._report.written += write(self._cache, header, ids, fill)
