@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from retain.bench.lmcache import LMCacheServer
@@ -26,6 +27,10 @@ ANSWER_TOKENS = 16
 WARM_ROUNDS = 5
 PAIRS = 5
 CONCURRENT, CONCURRENT_TOKENS = 8, 1024
+STORED_SECONDS = 0.6
+"""What it takes to see that everything is stored: as long a rest for the engine that stores nothing."""
+
+HELD = MappingProxyType({"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"})
 OTHER_LENGTHS = (-1, 132)
 """Beside the length asked for: one token less, where vLLM reuses a block less, and a part of a block more."""
 
@@ -38,7 +43,7 @@ def run(tokens: int, peers: str | None) -> Report:
     """
     peers = peers or beside(".venv-peers")
     lengths = [tokens, *(tokens + other for other in OTHER_LENGTHS)]
-    total = 6 + 2 * PAIRS + (1 if peers else 0)
+    total = 7 + 2 * PAIRS + (1 if peers else 0)
     with (
         Steps("ttft vllm", total) as steps,
         tempfile.TemporaryDirectory(prefix="retain-bench-") as folder,
@@ -103,8 +108,10 @@ class _Bench:
             self._wait_stored(engine)
             self._stored(
                 "Retain",
-                engine.metric("vllm:retain_save_tokens_total"),
-                engine.metric("vllm:retain_save_seconds_total"),
+                *(
+                    engine.metric(f"vllm:retain_save_{what}_total")
+                    for what in ("tokens", "seconds", "cpu_seconds")
+                ),
             )
             self._reuse("Retain, same process", engine, WARM_ROUNDS)
         self._steps.step("Retain, warm")
@@ -147,32 +154,50 @@ class _Bench:
                     told = engine.ask(prompts)
                     if engine is kept:
                         self._wait_stored(engine)
+                    else:
+                        engine.ask([[5] * 40])  # as above
+                        time.sleep(STORED_SECONDS)
                     used = engine.cpu_seconds() + (self._daemon_cpu() if engine is kept else 0.0) - began
                     found.append((engine is kept, told.seconds, used))
                     self._steps.step("prompts that nobody kept")
                 by = {is_kept: (wall, used) for is_kept, wall, used in found}
                 seconds.append(by[True][0] / by[False][0] - 1)
                 cpu.append(by[True][1] / by[False][1] - 1)
-            memory = (kept.own_bytes() - plain.own_bytes()) / (1 << 20)
+                self._rows.append(_pair(by))
         return {
             "vllm.miss_overhead": median(seconds),
             "vllm.miss_overhead_cpu": median(cpu),
-            "vllm.memory_overhead_mib": memory,
+            "vllm.memory_overhead_mib": self._memory(),
         }
+
+    def _memory(self) -> float:
+        """MiB that the engine's processes have with Retain over those without.
+
+        The allocator gives large blocks back at once here (HELD): what it would otherwise keep for later
+        differs by more than a hundred MiB from one start of the same engine to the next.
+        """
+        held = []
+        for engine in (self._engine({"enable_prefix_caching": False}, HELD), self._with_retain(HELD)):
+            with engine:
+                for _ in range(2):
+                    engine.ask(self._random(random.Random(1)))
+                held.append(engine.own_bytes())
+        self._steps.step("memory")
+        return (held[1] - held[0]) / (1 << 20)
 
     def _random(self, draw: random.Random) -> list[list[int]]:
         return [[draw.randrange(1000, 40_000) for _ in range(CONCURRENT_TOKENS)] for _ in range(CONCURRENT)]
 
     # engines
 
-    def _with_retain(self) -> Trial:
+    def _with_retain(self, environment: Mapping[str, str] = MappingProxyType({})) -> Trial:
         connector = {
             "kv_connector": "RetainConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"tiers": ["daemon", *self._tiers]},
         }
         options = {"enable_prefix_caching": False, "kv_transfer_config": connector}
-        return self._engine(options, self._daemons.environment)
+        return self._engine(options, {**self._daemons.environment, **environment})
 
     def _engine(
         self,
@@ -214,8 +239,10 @@ class _Bench:
 
     # rows
 
-    def _stored(self, what: str, tokens: float, seconds: float) -> None:
-        """What `tokens` tokens took to be stored, by the counters or the log of whoever stored them."""
+    def _stored(self, what: str, tokens: float, seconds: float, cpu_seconds: float | None = None) -> None:
+        """What `tokens` tokens took to be stored while others were computed, by the counters or the log of
+        whoever stored them.
+        """
         length = next(iter(self._prompts))
         self._store_seconds[what] = seconds * length / tokens if tokens else math.nan
         row: dict[str, Value] = {
@@ -223,6 +250,7 @@ class _Bench:
             "prompt_tokens": length,
             "stored_tokens": int(tokens),
             "store_seconds": self._store_seconds[what],
+            "store_cpu_seconds": None if cpu_seconds is None else cpu_seconds * length / tokens,
         }
         self._rows.append(row)
 
@@ -254,3 +282,13 @@ class _Bench:
                 "most_seconds": max(seconds),
             }
         )
+
+
+def _pair(by: Mapping[bool, tuple[float, float]]) -> dict[str, Value]:
+    """A row: eight prompts that nobody kept, by whether Retain was there (wall and CPU seconds)."""
+    return {
+        "what": "eight prompts that nobody kept: Retain over vLLM alone",
+        "prompt_tokens": CONCURRENT_TOKENS,
+        "seconds_ratio": by[True][0] / by[False][0],
+        "cpu_ratio": by[True][1] / by[False][1],
+    }

@@ -54,6 +54,7 @@ class TestGroupedHeads(_LlamaCpp):
 class TestOneHead(_LlamaCpp):
     model = "llama-mqa"
     settings = Settings(threads=1, context=1024, flash=False)
+    tolerance = 5e-3  # some processors multiply V in float16, in another order for short batches
 
 
 class TestOddHeadsFlash(_LlamaCpp):
@@ -67,6 +68,7 @@ class TestOddHeadsFlash(_LlamaCpp):
 class TestOneLayer(_LlamaCpp):
     model = "llama-1-layer"
     settings = Settings(threads=1, context=1024, flash=False, batch=100)
+    tolerance = 5e-3
 
 
 class TestSlidingWindow(_LlamaCpp):

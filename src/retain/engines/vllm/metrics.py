@@ -16,6 +16,7 @@ NAMES = (
     "save_blocks",
     "save_tokens",
     "save_seconds",
+    "save_cpu_seconds",
     "failed_loads",
 )
 """What is counted; every one only ever grows."""
@@ -27,6 +28,7 @@ _TEXTS = {
     "save_blocks": "Blocks stored",
     "save_tokens": "Tokens whose KV was stored",
     "save_seconds": "Seconds spent on storing, behind the engine",
+    "save_cpu_seconds": "Processor seconds spent on storing, behind the engine",
     "failed_loads": "Loads that failed and were answered by computing",
 }
 
@@ -64,14 +66,21 @@ class Counts:
     _data: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, kind: str, tokens: int, seconds: float) -> None:
-        """One load or save of so many tokens."""
+    def add_load(self, tokens: int, seconds: float) -> None:
+        """One load of so many tokens."""
         with self._lock:
-            self._data["load_requests" if kind == "load" else "save_blocks"] += 1
-            self._data[f"{kind}_tokens"] += tokens
-            self._data[f"{kind}_seconds"] += seconds
-            if kind == "load":
-                self.loaded_seconds += seconds
+            self._data["load_requests"] += 1
+            self._data["load_tokens"] += tokens
+            self._data["load_seconds"] += seconds
+            self.loaded_seconds += seconds
+
+    def add_save(self, tokens: int, seconds: float, cpu_seconds: float) -> None:
+        """One block stored, of so many tokens."""
+        with self._lock:
+            self._data["save_blocks"] += 1
+            self._data["save_tokens"] += tokens
+            self._data["save_seconds"] += seconds
+            self._data["save_cpu_seconds"] += cpu_seconds
 
     def take(self) -> Stats | None:
         """The counts, which begin anew; None where nothing happened."""

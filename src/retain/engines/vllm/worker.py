@@ -215,7 +215,7 @@ class Worker:
         except Exception as error:
             self._fail("a load into vLLM's pages failed", error)
         finally:
-            self.counts.add("load", good - load.start, time.perf_counter() - started)
+            self.counts.add_load(good - load.start, time.perf_counter() - started)
             if good < load.stop and load.request not in self._cancelled:
                 self.counts.failed_loads += 1
             self._loaded.append((load, good))
@@ -267,11 +267,11 @@ class Worker:
                 released = True
                 self._saved.append(save.job)
 
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.thread_time()
         try:
             kept = self._store(save, after, release)
             if kept:
-                self.counts.add("save", kept, time.perf_counter() - started)
+                self.counts.add_save(kept, time.perf_counter() - started, time.thread_time() - cpu)
         except Exception as error:
             self._fail("computed KV could not be stored", error)
         finally:
