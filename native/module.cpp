@@ -220,7 +220,7 @@ void bind_pages(nb::module_& module) {
             "__init__",
             [](PageLayout* place, std::vector<std::uintptr_t> bases, std::vector<std::size_t> rows, std::size_t pages,
                std::size_t page_tokens, std::size_t heads, std::size_t dim, std::size_t item, std::ptrdiff_t page_stride,
-               std::ptrdiff_t head_stride, std::ptrdiff_t token_stride, std::ptrdiff_t dim_stride) {
+               std::ptrdiff_t head_stride, std::ptrdiff_t token_stride, std::ptrdiff_t dim_stride, bool pairs) {
                 if (bases.empty() || bases.size() != rows.size()) {
                     throw std::invalid_argument("pages need at least one layer, and one row a layer");
                 }
@@ -230,12 +230,15 @@ void bind_pages(nb::module_& module) {
                 if (item != 1 && item != 2 && item != 4) {
                     throw std::invalid_argument("numbers must be of 1, 2 or 4 bytes, got " + std::to_string(item));
                 }
+                if (pairs && (dim % 2 != 0 || dim_stride != static_cast<std::ptrdiff_t>(item))) {
+                    throw std::invalid_argument("pairs are of an even number of dimensions that lie together");
+                }
                 new (place) PageLayout{std::move(bases), std::move(rows), pages, page_tokens, heads, dim, item,
-                                       page_stride, head_stride, token_stride, dim_stride};
+                                       page_stride, head_stride, token_stride, dim_stride, pairs};
             },
             nb::kw_only(), nb::arg("bases"), nb::arg("rows"), nb::arg("pages"), nb::arg("page_tokens"), nb::arg("heads"),
             nb::arg("dim"), nb::arg("item"), nb::arg("page_stride"), nb::arg("head_stride"), nb::arg("token_stride"),
-            nb::arg("dim_stride"))
+            nb::arg("dim_stride"), nb::arg("pairs") = false)
         .def(
             "gather",
             [](const PageLayout& layout, const Writable& array, const Table& table, std::size_t first, std::size_t start,

@@ -97,11 +97,82 @@ void transpose(const char* from, std::ptrdiff_t from_line, char* to, std::ptrdif
     }
 }
 
+// The two halves of a head as neighbouring pairs, and back.
+template <typename T>
+void to_pairs(const char* halves, char* pairs, std::size_t dim) {
+    const std::size_t half = dim / 2;
+    std::size_t i = 0;
+#if defined(__SSE2__)
+    if constexpr (sizeof(T) >= 2) {
+        for (; i + kTile<T> <= half; i += kTile<T>) {
+            const __m128i a = load(halves + i * sizeof(T)), b = load(halves + (half + i) * sizeof(T));
+            char* to = pairs + 2 * i * sizeof(T);
+            store(to, sizeof(T) == 2 ? _mm_unpacklo_epi16(a, b) : _mm_unpacklo_epi32(a, b));
+            store(to + 16, sizeof(T) == 2 ? _mm_unpackhi_epi16(a, b) : _mm_unpackhi_epi32(a, b));
+        }
+    }
+#endif
+    for (; i < half; ++i) {
+        std::memcpy(pairs + 2 * i * sizeof(T), halves + i * sizeof(T), sizeof(T));
+        std::memcpy(pairs + (2 * i + 1) * sizeof(T), halves + (half + i) * sizeof(T), sizeof(T));
+    }
+}
+
+template <typename T>
+void to_halves(const char* pairs, char* halves, std::size_t dim) {
+    const std::size_t half = dim / 2;
+    std::size_t i = 0;
+#if defined(__SSE2__)
+    if constexpr (sizeof(T) >= 2) {
+        for (; i + kTile<T> <= half; i += kTile<T>) {
+            const __m128i a = load(pairs + 2 * i * sizeof(T)), b = load(pairs + 2 * i * sizeof(T) + 16);
+            __m128i first, second;
+            if constexpr (sizeof(T) == 2) {
+                // Extended to 32 bits, each number is what packing with saturation leaves as it is.
+                first = _mm_packs_epi32(_mm_srai_epi32(_mm_slli_epi32(a, 16), 16), _mm_srai_epi32(_mm_slli_epi32(b, 16), 16));
+                second = _mm_packs_epi32(_mm_srai_epi32(a, 16), _mm_srai_epi32(b, 16));
+            } else {
+                const __m128i even_a = _mm_shuffle_epi32(a, 0xD8), even_b = _mm_shuffle_epi32(b, 0xD8);
+                first = _mm_unpacklo_epi64(even_a, even_b);
+                second = _mm_unpackhi_epi64(even_a, even_b);
+            }
+            store(halves + i * sizeof(T), first);
+            store(halves + (half + i) * sizeof(T), second);
+        }
+    }
+#endif
+    for (; i < half; ++i) {
+        std::memcpy(halves + i * sizeof(T), pairs + 2 * i * sizeof(T), sizeof(T));
+        std::memcpy(halves + (half + i) * sizeof(T), pairs + (2 * i + 1) * sizeof(T), sizeof(T));
+    }
+}
+
+// Calls `work` with a number of the layout's size.
+template <typename Work>
+void by_item(std::size_t item, const Work& work) {
+    if (item == 4) {
+        work(std::uint32_t{});
+    } else if (item == 2) {
+        work(std::uint16_t{});
+    } else {
+        work(std::uint8_t{});
+    }
+}
+
 // One head's tokens in one page: `engine` is their first number in the page, `canonical` in the array.
 template <bool kToPages>
 void copy_tokens(const PageLayout& layout, char* engine, char* canonical, std::size_t count) {
     const auto item = static_cast<std::ptrdiff_t>(layout.item);
     const std::size_t row = layout.dim * layout.item;
+    if (layout.pairs) {
+        by_item(layout.item, [&](auto number) {
+            using T = decltype(number);
+            for (std::size_t t = 0; t < count; ++t, engine += layout.token_stride, canonical += row) {
+                kToPages ? to_pairs<T>(canonical, engine, layout.dim) : to_halves<T>(engine, canonical, layout.dim);
+            }
+        });
+        return;
+    }
     if (layout.dim_stride == item) {
         if (layout.token_stride == static_cast<std::ptrdiff_t>(row)) {
             kToPages ? std::memcpy(engine, canonical, count * row) : std::memcpy(canonical, engine, count * row);
@@ -113,21 +184,14 @@ void copy_tokens(const PageLayout& layout, char* engine, char* canonical, std::s
         return;
     }
     if (layout.token_stride == item) {
-        const auto turn = [&](auto number) {
+        by_item(layout.item, [&](auto number) {
             using T = decltype(number);
             if constexpr (kToPages) {
                 transpose<T>(canonical, static_cast<std::ptrdiff_t>(row), engine, layout.dim_stride, count, layout.dim);
             } else {
                 transpose<T>(engine, layout.dim_stride, canonical, static_cast<std::ptrdiff_t>(row), layout.dim, count);
             }
-        };
-        if (layout.item == 4) {
-            turn(std::uint32_t{});
-        } else if (layout.item == 2) {
-            turn(std::uint16_t{});
-        } else {
-            turn(std::uint8_t{});
-        }
+        });
         return;
     }
     for (std::size_t t = 0; t < count; ++t, engine += layout.token_stride, canonical += row) {

@@ -21,6 +21,7 @@ struct PageLayout {
     std::ptrdiff_t head_stride;
     std::ptrdiff_t token_stride;
     std::ptrdiff_t dim_stride;
+    bool pairs;  // numbers h * dim / 2 + i of a head are its numbers 2 * i + h in a page; dim_stride is item then
 };
 
 // A canonical array [layers, heads, tokens, dim]; the last two axes lie together. Strides are in bytes.

@@ -155,7 +155,9 @@ class Pages:
         head_stride: int,
         token_stride: int,
         dim_stride: int,
-    ) -> None: ...
+        pairs: bool = False,
+    ) -> None:
+        """With `pairs`, numbers i and dim / 2 + i of a canonical head are neighbours in the pages."""
     def gather(
         self, array: npt.NDArray[Any], table: npt.NDArray[np.int64], first: int, start: int, count: int
     ) -> None:

@@ -16,7 +16,7 @@ LAYERS, HEADS, PAGES, TOKENS = 3, 2, 7, 16
 Array = npt.NDArray[Any]
 
 
-def layout(cache: Array, axes: str, dim: int, offset: int = 0) -> tuple[Pages, Array]:
+def layout(cache: Array, axes: str, dim: int, offset: int = 0, *, pairs: bool = False) -> tuple[Pages, Array]:
     """The pages of a cache whose axes are named l, b, h, n, c, and its view [l, b, h, n, dim]."""
     order = [axes.index(name) for name in "lbhnc"]
     view = cache.transpose(order)[..., offset : offset + dim]
@@ -34,6 +34,7 @@ def layout(cache: Array, axes: str, dim: int, offset: int = 0) -> tuple[Pages, A
         head_stride=strides[2],
         token_stride=strides[3],
         dim_stride=strides[4],
+        pairs=pairs,
     )
     return pages, view
 
@@ -81,6 +82,43 @@ def test_every_order_of_axes_is_read_and_written_as_numpy_does(
             changed[:, table[page], :, at] = new[:, :, start + token]
         pages.scatter(new, table, first, start, count)
         assert np.array_equal(cache, wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    axes=st.sampled_from([axes for axes in ORDERS if axes.endswith("c")]),
+    item=st.sampled_from([1, 2, 4]),
+    dim=st.sampled_from([2, 6, 16, 32, 50, 64, 80, 256]),
+    first=st.integers(0, 20),
+    count=st.integers(0, 40),
+    seed=st.integers(0, 1000),
+)
+def test_halves_become_neighbouring_pairs_and_halves_again(
+    axes: str, item: int, dim: int, first: int, count: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    sizes = {"l": LAYERS, "b": PAGES, "h": HEADS, "n": TOKENS, "c": 2 * dim}
+    dtype = np.dtype(f"u{item}")
+    cache = random.integers(0, np.iinfo(dtype).max, [sizes[name] for name in axes], dtype, endpoint=True)
+    table = random.permutation(PAGES)[:4].astype(np.int64)
+    pages, view = layout(cache, axes, dim, dim, pairs=True)
+    array = random.integers(0, np.iinfo(dtype).max, (LAYERS, HEADS, count, dim), dtype, endpoint=True)
+    pages.scatter(array, table, first, 0, count)
+    found = read(view, table, first, count)
+    assert np.array_equal(found[..., 0::2], array[..., : dim // 2])
+    assert np.array_equal(found[..., 1::2], array[..., dim // 2 :])
+    again = np.zeros_like(array)
+    pages.gather(again, table, first, 0, count)
+    assert np.array_equal(again, array)
+
+
+def test_pairs_of_an_odd_number_or_of_numbers_that_lie_apart_are_refused() -> None:
+    for axes, dim in (("lbhnc", 7), ("lbhcn", 8)):
+        cache = np.zeros(
+            [{"l": LAYERS, "b": PAGES, "h": HEADS, "n": TOKENS, "c": dim}[a] for a in axes], "u2"
+        )
+        with pytest.raises(ValueError, match="pairs"):
+            layout(cache, axes, dim, pairs=True)
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_copied() -> None:

@@ -7,12 +7,14 @@ is known by a table (retain.gguf), and tried at start (retain.engines.llamacpp.s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from retain._native import Pages
 from retain.block import Block
 from retain.errors import InvalidObject, UnsupportedModel
 from retain.model import ModelSpec
@@ -33,6 +35,15 @@ class Place:
     row: int
     cache: int
     index: int
+
+
+@dataclass(frozen=True)
+class _Plane:
+    """The K, or the V, of the layers of one cache that share an array of a block; valid while the state is."""
+
+    name: str
+    cache: int
+    pages: Pages
 
 
 class Layout:
@@ -89,22 +100,21 @@ class Layout:
     ) -> None:
         """Copy blocks into a state's views, cutting off what lies before a sliding cache's first cell."""
 
-        def fill_layer(place: Place) -> None:
-            k, v = views[place.cache].k[place.index], views[place.cache].v[place.index]
-            at = -firsts[place.cache]
+        copies: list[Callable[[], None]] = []
+        for plane in self._planes(views):
+            table = np.zeros(1, np.int64)
+            at = -firsts[plane.cache]
             for block, length in zip(blocks, lengths, strict=True):
                 skip = max(0, -at)
                 if skip < length:
-                    span = slice(at + skip, at + length)
-                    self._put_k(k[:, span], block.arrays[place.k][place.row][:, skip:length])
-                    np.copyto(v[:, span], block.arrays[place.v][place.row][:, skip:length])
+                    array = block.arrays[plane.name]
+                    copies.append(partial(plane.pages.scatter, array, table, at + skip, skip, length - skip))
                 at += length
-
         if workers is not None and sum(lengths) * self.spec.token_bytes > _PARALLEL_BYTES:
-            list(workers.map(fill_layer, self.places))
+            list(workers.map(lambda copy: copy(), copies))
         else:
-            for place in self.places:
-                fill_layer(place)
+            for copy in copies:
+                copy()
 
     def copy_out(
         self, views: Sequence[CacheView], caches: Sequence[int], first: int, arrays: Mapping[str, Array]
@@ -122,33 +132,43 @@ class Layout:
                 continue
             if not np.array_equal(positions, np.arange(positions[0], positions[0] + tokens)):
                 raise InvalidObject("the positions in a state have gaps")
-            ordered = bool((np.diff(view.positions) == 1).all())
-            span = slice(int(positions[0]) - first, int(positions[0]) - first + tokens)
-            for place in self.places:
-                if place.cache == cache:
-                    k, v = view.k[place.index], view.v[place.index]
-                    if not ordered:
-                        k, v = k[:, order], v[:, order]
-                    self._take_k(arrays[place.k][place.row][:, span], k)
-                    np.copyto(arrays[place.v][place.row][:, span], v, casting="same_kind")
+            start = int(positions[0]) - first
+            ordered = bool((order == np.arange(tokens)).all())
+            table = np.zeros(1, np.int64) if ordered else order.astype(np.int64)
+            for plane in self._planes([view], [cache], 1 if not ordered else tokens):
+                plane.pages.gather(arrays[plane.name], table, 0, start, tokens)
         return tokens
 
-    def _put_k(self, state: Array, canonical: Array) -> None:
-        if not self._interleaved:
-            np.copyto(state, canonical, casting="same_kind")
-            return
-        half = canonical.shape[-1] // 2
-        # Two copies with long rows: one with the pairs as an axis of their own would go in steps of two.
-        np.copyto(state[..., 0::2], canonical[..., :half], casting="same_kind")
-        np.copyto(state[..., 1::2], canonical[..., half:], casting="same_kind")
-
-    def _take_k(self, canonical: Array, state: Array) -> None:
-        if not self._interleaved:
-            np.copyto(canonical, state, casting="same_kind")
-            return
-        half = canonical.shape[-1] // 2
-        np.copyto(canonical[..., :half], state[..., 0::2], casting="same_kind")
-        np.copyto(canonical[..., half:], state[..., 1::2], casting="same_kind")
+    def _planes(
+        self, views: Sequence[CacheView], caches: Sequence[int] | None = None, page_tokens: int | None = None
+    ) -> Iterator[_Plane]:
+        """The K and V of views as pages of `page_tokens` cells, by default all of them; `caches` says which of
+        the model's each view is of, by default they are all there in order."""
+        for view, cache in zip(views, caches or range(len(self.caches)), strict=True):
+            if view.positions.size == 0:
+                continue
+            members = [place for place in self.places if place.cache == cache]
+            for name in dict.fromkeys(each for place in members for each in (place.k, place.v)):
+                held = [place for place in members if name in (place.k, place.v)]
+                arrays = [(view.k if name == place.k else view.v)[place.index] for place in held]
+                heads, cells, dim = arrays[0].shape
+                head, token, number = arrays[0].strides
+                size = page_tokens or cells
+                pages = Pages(
+                    bases=[array.ctypes.data for array in arrays],
+                    rows=[place.row for place in held],
+                    pages=cells // size,
+                    page_tokens=size,
+                    heads=heads,
+                    dim=dim,
+                    item=arrays[0].itemsize,
+                    page_stride=size * token,
+                    head_stride=head,
+                    token_stride=token,
+                    dim_stride=number,
+                    pairs=self._interleaved and name == held[0].k,
+                )
+                yield _Plane(name, cache, pages)
 
     def _places(self) -> tuple[Place, ...]:
         groups = self.spec.groups
