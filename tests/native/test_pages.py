@@ -90,7 +90,7 @@ def test_every_order_of_axes_is_read_and_written_as_numpy_does(
     item=st.sampled_from([1, 2, 4]),
     dim=st.sampled_from([2, 6, 16, 32, 50, 64, 80, 256]),
     first=st.integers(0, 20),
-    count=st.integers(0, 40),
+    count=st.integers(1, 40),
     seed=st.integers(0, 1000),
 )
 def test_halves_become_neighbouring_pairs_and_halves_again(

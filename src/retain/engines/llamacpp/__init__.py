@@ -9,10 +9,11 @@ except ImportError as error:
         f"the llama.cpp engine needs the package llama-cpp-python ({error}): pip install 'retain[llamacpp]'"
     ) from error
 
+from retain.engines.generation import Generation
 from retain.engines.report import Report
 from retain.engines.wishes import Sampling, Step
 
-from .adapter import Engine, Forward, Generation, attach
+from .adapter import Engine, Forward, attach
 from .host import Settings
 
 __all__ = ["attach", "Engine", "Forward", "Generation", "Report", "Sampling", "Settings", "Step"]

@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Plane:
-    """The K, or the V, of the layers of one cache that share an array of a block; valid while the state is."""
+    """The K, or V, of the layers of one cache that share an array of a block; valid while the state is."""
 
     name: str
     cache: int
@@ -142,8 +142,8 @@ class Layout:
     def _planes(
         self, views: Sequence[CacheView], caches: Sequence[int] | None = None, page_tokens: int | None = None
     ) -> Iterator[_Plane]:
-        """The K and V of views as pages of `page_tokens` cells, by default all of them; `caches` says which of
-        the model's each view is of, by default they are all there in order."""
+        """The K and V of views as pages of `page_tokens` cells, by default all of them. `caches` says which of
+        the model's each view is of; by default all are there, in order."""
         for view, cache in zip(views, caches or range(len(self.caches)), strict=True):
             if view.positions.size == 0:
                 continue
