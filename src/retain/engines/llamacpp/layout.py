@@ -142,7 +142,7 @@ class Layout:
     def _planes(
         self, views: Sequence[CacheView], caches: Sequence[int] | None = None, page_tokens: int | None = None
     ) -> Iterator[_Plane]:
-        """The K and V of views as pages of `page_tokens` cells, by default all of them. `caches` says which of
+        """The K and V of views as pages of `page_tokens` cells, by default all. `caches` says which of
         the model's each view is of; by default all are there, in order."""
         for view, cache in zip(views, caches or range(len(self.caches)), strict=True):
             if view.positions.size == 0:
