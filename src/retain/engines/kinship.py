@@ -14,6 +14,7 @@ from retain.dtypes import converted
 from retain.errors import ForeignObject
 from retain.fidelity import KINSHIPS, lineage_of
 from retain.handshake import Peer, peers_of
+from retain.identity import TAIL_TOKENS
 from retain.model import ModelSpec
 
 
@@ -95,20 +96,21 @@ class KinLoaded:
 
 
 def search(cache: BlockCache, query: Query, peers: Sequence[Peer], *, plan: bool = True) -> KinHit:
-    """Look a query up for its own variant, then, where that leaves full blocks missing, for each peer whose
+    """Look a query up for its own variant, then, where that leaves something missing, for each peer whose
     kinship the query's fidelity allows; the hit that reaches furthest."""
     own = cache.lookup(query, plan=plan)
     best = KinHit(own)
     full = own.tokens // query.chain.block_tokens
-    if full >= query.tokens // query.chain.block_tokens:
+    allies = [peer for peer in peers if allowed(query.fidelity, peer)]
+    if not allies or own.tokens > query.tokens - TAIL_TOKENS:
         return best
-    for peer in peers:
-        if not allowed(query.fidelity, peer):
-            continue
+    # Asked first without a lookup: one that finds nothing would count as a miss of this request.
+    near = cache.nearest(query.chain)
+    tail = near is not None and near.common >= own.tokens + TAIL_TOKENS
+    for peer in allies:
         other = replace(query, spec=peer.as_spec(query.spec))
-        # Asked first without a lookup: one that finds nothing would count as a miss of this request.
         missing = cache.missing(other)
-        if missing and missing[0] <= full:
+        if missing and missing[0] <= full and not tail:
             continue
         hit = cache.lookup(other, plan=plan)
         if hit.tokens > best.tokens:
