@@ -121,6 +121,27 @@ def test_after_a_handshake_one_engine_continues_on_the_others_kv_and_says_so(
         assert reader.forward(longer, fidelity="exact").report.reused_tokens == 0
 
 
+def test_kin_kv_of_less_than_a_block_serves_too(
+    gguf: Callable[[str], Path], opened: Callable[..., Any], folder: Callable[[str], Path]
+) -> None:
+    import torch
+
+    from retain.engines.transformers.loading import load
+
+    shake(_sides(gguf("llama-gqa"), folder("llama-gqa"), "float32", flash=False), PROBE)
+    settings = llamacpp.Settings(threads=1, context=1024, flash=False, dtype="float32")
+    cache = opened()
+    loaded = load(str(folder("llama-gqa")))
+    with (
+        transformers.attach(loaded.model, None, cache, spec=loaded.spec) as writer,
+        llamacpp.attach(str(gguf("llama-gqa")), cache, settings) as reader,
+    ):
+        for length, found in ((200, 192), (256, 255)):
+            writer.forward(torch.tensor([PROBE[:length]]), salt=str(length))
+            assert writer.settle()
+            assert reader.forward(PROBE[:length], salt=str(length)).report.classes == {"kin": found}
+
+
 def test_float32_kv_is_interchanged_in_half_the_bytes_at_little_loss(
     gguf: Callable[[str], Path], opened: Callable[..., Any]
 ) -> None:
