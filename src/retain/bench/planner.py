@@ -72,25 +72,26 @@ class _Bench:
         self._loaded = loaded
         text = long_prompt(loaded.tokenizer.encode, 2 * tokens)
         self._prompt, self._other = text[:tokens], text[tokens:]
+        self._others = 0
         self._rounds = rounds
         self._way = way
         self.equal = True
         with self._engine(f"redis://127.0.0.1:{server}") as (cache, engine):
-            ask(engine, self._other, 1)  # the libraries do once what they do once
-            engine.settle()
+            self._compute_another(cache, engine)  # the libraries do once what they do once
             self._computed = self._take(cache, engine, self._prompt)
             cache.flush()
         self._expected = self._computed.answer
 
     def link(self, delay: float, rate: float | None) -> dict[str, Value]:
         """Planned, loaded and computed over one link."""
-        self._way.set(delay, rate)
         remote = f"redis://127.0.0.1:{self._way.port}"
         with ExitStack() as opened:
             planned = opened.enter_context(self._engine(remote))
             loading = opened.enter_context(self._engine(remote))
             computing = opened.enter_context(self._engine())
-            self._take(*planned, self._other)  # how long a prefill takes
+            self._way.set(0.0, None)
+            self._compute_another(*planned)  # how long a prefill takes
+            self._way.set(delay, rate)
             for _ in range(MEETINGS):
                 self._take(*planned, self._prompt)
             taken: dict[str, list[float]] = {"planned": [], "load": [], "compute": []}
@@ -120,6 +121,13 @@ class _Bench:
             "probes": probes,
             "planned_over_best": middle["planned"] / best,
         }
+
+    def _compute_another(self, cache: Cache, engine: Engine) -> None:
+        """A prompt that nobody has asked before, written wherever it goes."""
+        self._others += 1
+        ask(engine, [self._others, *self._other[1:]], 1)
+        engine.settle()
+        cache.flush()
 
     def _take(self, cache: Cache, engine: Engine, prompt: Sequence[int]) -> Run:
         """One request, to its first token, that finds nothing in memory; everything has settled after it."""

@@ -45,6 +45,9 @@ PROBE_SECONDS = 1.0
 PROBE_SHARE = 0.05
 """How much of the time a tier may spend on probes."""
 
+TELLING_TOKENS = 16
+"""What fewer tokens take is nearly all of it one pass: it says nothing of how long a prompt would take."""
+
 _PREFILL = (30.0, 1.0, 10.0)
 _LOAD = (3.0, 1.0)
 """What explains an observation that more than one term could: the one with the smallest number most."""
@@ -63,7 +66,7 @@ class Planner:
 
     def observe_prefill(self, spec: ModelSpec, first: int, tokens: int, seconds: float) -> None:
         """A prefill of `tokens` tokens behind `first` others took `seconds`."""
-        if tokens > 0 and seconds > 0:
+        if tokens >= TELLING_TOKENS and seconds > 0:
             with self._lock:
                 fit = self._prefill.setdefault(spec.variant, _Fit(_PREFILL))
                 fit.add(_prefill_terms(first, tokens), seconds, tokens)
