@@ -22,6 +22,17 @@ def test_many_short_prefills_say_nothing_about_a_long_one() -> None:
     assert planner.prefill_seconds(SPEC, 4095, 1) == pytest.approx(0.05, rel=0.2)
 
 
+def test_single_tokens_behind_a_loaded_prompt_are_not_taken_for_a_prefill() -> None:
+    planner = Planner()
+    for _ in range(5):
+        planner.observe_prefill(SPEC, 511, 1, 0.1)
+    assert planner.prefill_seconds(SPEC, 0, 512) is None, "512 times as long it is not"
+    planner.observe_prefill(SPEC, 0, 512, 1.3)
+    planner.observe_prefill(SPEC, 511, 1, 0.1)
+    assert planner.prefill_seconds(SPEC, 0, 512) == pytest.approx(1.3, rel=0.05)
+    assert planner.prefill_seconds(SPEC, 511, 1) == pytest.approx(0.1, rel=0.2)
+
+
 @pytest.mark.parametrize(("before", "after"), [(0.01, 2.0), (2.0, 0.01)])
 def test_a_tier_that_has_changed_is_known_after_three_observations(before: float, after: float) -> None:
     planner = Planner()

@@ -46,7 +46,7 @@ PROBE_SHARE = 0.05
 """How much of the time a tier may spend on probes."""
 
 TELLING_TOKENS = 16
-"""What fewer tokens take is nearly all of it one pass: it says nothing of how long a prompt would take."""
+"""What fewer tokens take is nearly all of it one pass: alone it says nothing of how long a prompt takes."""
 
 _PREFILL = (30.0, 1.0, 10.0)
 _LOAD = (3.0, 1.0)
@@ -66,8 +66,10 @@ class Planner:
 
     def observe_prefill(self, spec: ModelSpec, first: int, tokens: int, seconds: float) -> None:
         """A prefill of `tokens` tokens behind `first` others took `seconds`."""
-        if tokens >= TELLING_TOKENS and seconds > 0:
+        if tokens > 0 and seconds > 0:
             with self._lock:
+                if tokens < TELLING_TOKENS and spec.variant not in self._prefill:
+                    return
                 fit = self._prefill.setdefault(spec.variant, _Fit(_PREFILL))
                 fit.add(_prefill_terms(first, tokens), seconds, tokens)
 
