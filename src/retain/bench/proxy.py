@@ -17,6 +17,9 @@ PIECE = 64 << 10
 SLOW_PIECE = 8 << 10
 """Where the rate is bounded: a link at 1 MB/s does not fall silent for longer than 8 ms."""
 
+BURST_SECONDS = 0.02
+"""So much may be made up for: a timer that fires late would make the way slower than it is said to be."""
+
 ON_THE_WAY = 512
 """Pieces on their way over one connection: 160 MB/s at 200 ms."""
 
@@ -88,8 +91,9 @@ class _Proxy:
         now = asyncio.get_running_loop().time
         while data := await source.read(SLOW_PIECE if self.rate else PIECE):
             if self.rate:
-                self._free = max(self._free, now()) + len(data) / self.rate
-                await asyncio.sleep(self._free - now())
+                self._free = max(self._free, now() - BURST_SECONDS) + len(data) / self.rate
+                if (early := self._free - now()) > 0:
+                    await asyncio.sleep(early)
             await pieces.put((now() + self.delay, data))
         await pieces.put((0.0, b""))
 
