@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from retain.bench.progress import Steps
-from retain.bench.report import Report, Value
+from retain.bench.report import Report, Value, spread
 from retain.bench.texts import long_prompt
 from retain.cache import Cache, open_cache
 from retain.engines.llamacpp import Engine, Sampling, attach
@@ -138,11 +138,4 @@ class _Bench:
         return seconds, dict(generation.report.reused)
 
     def _row(self, what: str, seconds: Sequence[float]) -> dict[str, Value]:
-        return {
-            "what": what,
-            "prompt_tokens": len(self._prompt),
-            "runs": len(seconds),
-            "ttft_seconds": median(seconds),
-            "least_seconds": min(seconds),
-            "most_seconds": max(seconds),
-        }
+        return {"what": what, "prompt_tokens": len(self._prompt), **spread(seconds)}

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from retain.errors import MissingDependency
@@ -80,6 +81,16 @@ class Report:
                 "checks": dict(self.checks),
             }
         )
+
+
+def spread(seconds: Sequence[float]) -> dict[str, Value]:
+    """The part of a row that tells of repeated times to the first token: how many, median, least, most."""
+    return {
+        "runs": len(seconds),
+        "ttft_seconds": median(seconds),
+        "least_seconds": min(seconds),
+        "most_seconds": max(seconds),
+    }
 
 
 def tables(report: Report) -> list[Table]:

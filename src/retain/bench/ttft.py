@@ -18,7 +18,7 @@ import numpy as np
 from retain.bench.clock import Sample, timed
 from retain.bench.files import forget
 from retain.bench.progress import Steps
-from retain.bench.report import Report, Value, new_figure
+from retain.bench.report import Report, Value, new_figure, spread
 from retain.bench.texts import long_prompt
 from retain.cache import Cache, open_cache
 from retain.engines.transformers import Engine, Sampling, attach
@@ -224,14 +224,7 @@ class _Bench:
         return seconds
 
     def _row(self, what: str, seconds: Sequence[float]) -> dict[str, Value]:
-        return {
-            "what": what,
-            "prompt_tokens": len(self._prompt),
-            "runs": len(seconds),
-            "ttft_seconds": median(seconds),
-            "least_seconds": min(seconds),
-            "most_seconds": max(seconds),
-        }
+        return {"what": what, "prompt_tokens": len(self._prompt), **spread(seconds)}
 
 
 def ask(engine: Engine, prompt: Sequence[int], answer_tokens: int) -> Run:

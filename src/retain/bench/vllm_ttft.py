@@ -15,7 +15,7 @@ from typing import Any
 
 from retain.bench.lmcache import LMCacheServer
 from retain.bench.progress import Steps
-from retain.bench.report import Report, Value
+from retain.bench.report import Report, Value, spread
 from retain.bench.server import OwnDaemons
 from retain.bench.texts import long_prompt
 from retain.bench.vllm_trial import Trial, beside, cpu_seconds
@@ -271,17 +271,7 @@ class _Bench:
             self._row(what, length, seconds, told[0].cached[0])
 
     def _row(self, what: str, length: int, seconds: Sequence[float], cached: int) -> None:
-        self._rows.append(
-            {
-                "what": what,
-                "prompt_tokens": length,
-                "reused_tokens": cached,
-                "runs": len(seconds),
-                "ttft_seconds": median(seconds),
-                "least_seconds": min(seconds),
-                "most_seconds": max(seconds),
-            }
-        )
+        self._rows.append({"what": what, "prompt_tokens": length, "reused_tokens": cached, **spread(seconds)})
 
 
 def _pair(by: Mapping[bool, tuple[float, float]]) -> dict[str, Value]:
