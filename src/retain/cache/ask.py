@@ -44,6 +44,9 @@ class Asker:
         self._planner = planner
         self._workers = Workers("retain-ask", ASKERS)
         self._pending: Counter[str] = Counter()
+        self._late: set[str] = set()
+        """Tiers that owe an answer which was waited for long enough: a request asks several times, and waits
+        for such a tier once."""
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
@@ -73,6 +76,9 @@ class Asker:
                 found += task.result(max(0.0, left))
             except TimeoutError:
                 self._ledger.count("unanswered_lookups")
+                with self._lock:
+                    if self._pending[tier.name]:
+                        self._late.add(tier.name)
             except StoreError as error:
                 self._ledger.failure(f"the {tier.name} tier could not be asked", error)
             except Exception as error:
@@ -85,7 +91,7 @@ class Asker:
         self._workers.stop()
 
     def _patience(self, tier: Tier, spec: ModelSpec, tokens: int) -> float:
-        if tier.shared is None or self._pending[tier.name] > ASKERS:
+        if tier.shared is None or tier.name in self._late or self._pending[tier.name] > ASKERS:
             return 0.0
         prefill = self._planner.prefill_seconds(spec, 0, tokens)
         wait = tier.shared.wait
@@ -130,3 +136,5 @@ class Asker:
     def _ended(self, tier: Tier) -> None:
         with self._lock:
             self._pending[tier.name] -= 1
+            if not self._pending[tier.name]:
+                self._late.discard(tier.name)
