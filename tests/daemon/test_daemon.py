@@ -560,7 +560,7 @@ def test_a_store_that_waits_for_room_is_answered_within_its_deadline(connect, tm
 
 
 def test_what_a_client_used_over_a_link_that_broke_is_free_once_it_lets_go(connect, runtime, monkeypatch):
-    monkeypatch.setattr("retain.daemon.link.CALL_SECONDS", 0.3)
+    monkeypatch.setattr("retain.daemon.link.CALL_SECONDS", 1.0)
     cache, chain = connect(), chain_of(range(64))
     blocks = fill(cache, chain)
     loaded = cache.load(cache.lookup(Query(chain, SPEC)))
