@@ -16,7 +16,7 @@ import pytest
 
 import retain
 from retain.errors import ConfigError, UnsupportedModel
-from retain.gateway import run_server, serve
+from retain.gateway import EngineOptions, run_server, serve
 from retain.gateway.server import Opened
 from retain.gateway.service import Service
 from tests.gateway.conftest import Served, eventually
@@ -171,3 +171,28 @@ def test_what_does_not_finish_in_time_is_cancelled_and_its_client_told() -> None
     assert "The server is stopping." in results[0]
     assert engine.ended == 1
     assert time.monotonic() - began < 15
+
+
+def test_kv_is_interchanged_as_it_is_held_or_in_float16() -> None:
+    assert EngineOptions(interchange="float16").interchange == "float16"
+    with pytest.raises(ConfigError, match="bfloat16"):
+        EngineOptions(interchange="bfloat16")
+
+
+@pytest.mark.engine
+def test_what_is_llama_cpps_own_is_refused_with_its_name_for_another_engine() -> None:
+    pytest.importorskip("transformers")
+    from retain.gateway.local import open_engine
+    from retain.models import find
+
+    for options in (EngineOptions(flash=False), EngineOptions(context=512)):
+        with pytest.raises(ConfigError, match="--engine llamacpp"):
+            open_engine(
+                "transformers",
+                find("smollm2"),
+                ["memory:8MiB"],
+                policy="lru",
+                audit=0.0,
+                fidelity="kin",
+                options=options,
+            )
