@@ -38,7 +38,7 @@ def test_levels_keep_their_promises_on_a_text_that_was_not_learned_from(name: st
     assert list(bits) == sorted(bits)
     for level in LEVELS:
         assert found[level][0] < 3 * PROMISED[level]
-        assert profile.declared[level][0] < 1.2 * PROMISED[level]
+        assert profile.declared[level][0] < PROMISED[level]
     assert bits[LEVELS.index("balanced")] < 6
 
 
@@ -92,7 +92,7 @@ def test_without_gradients_sensitivities_are_found_by_trying() -> None:
     felt, tried = learned("llama-gqa"), learned("llama-gqa", noise=True)
     assert all(part.probe is None for part in tried.parts)
     for level in LEVELS:
-        assert tried.declared[level][0] < 1.2 * PROMISED[level]
+        assert tried.declared[level][0] < PROMISED[level]
         assert tried.declared[level][1] < 1.5 * felt.declared[level][1]
 
 
