@@ -82,7 +82,7 @@ def test_a_tier_of_a_lossy_codec_serves_those_who_accept_it_and_nobody_else(
 
     lax = launch(tiny_llama, {"tiers": tiers, "fidelity": "int8"})
     found = lax.ask(asked, tokens=1)[0]
-    assert found.cached == 699
+    assert found.cached == 688  # whole steps of its tail
     assert 0 < abs(found.logprobs[0] - exact.logprobs[0]) < 0.5  # eight bits, and no other numbers
     # What is computed behind it carries its lineage, so that nobody takes it for exact.
     lax.ask([*asked, *prompt(300, 1)], tokens=1)
