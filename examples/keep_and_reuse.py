@@ -36,6 +36,4 @@ with (
 
     report = engine.last_report
     print(tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
-    print(
-        f"{seconds:.1f} s; {report.computed} tokens of the prompt computed, {report.reused_tokens} reused"
-    )
+    print(f"{seconds:.1f} s; {report.computed} tokens of the prompt computed, {report.reused_tokens} reused")

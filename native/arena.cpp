@@ -58,15 +58,28 @@ std::uint64_t Arena::give(std::uint64_t offset) {
     return size;
 }
 
-void Arena::populated(std::uint64_t size) {
-    size = size / kPage * kPage;
-    if (used_ != 0 || idle_bytes_ != 0 || size > capacity_) {
-        throw std::invalid_argument("only an untouched arena can be populated, up to its capacity");
+std::optional<std::uint64_t> Arena::fresh(std::uint64_t size) {
+    if (size == 0) {
+        throw std::invalid_argument("an arena has no place of 0 bytes");
     }
-    if (size > 0) {
-        idle_.add(0, size);
-        idle_bytes_ = size;
+    if (size > capacity_ - used_ || idle_bytes_ > capacity_ - used_ - size || free_.by_offset.empty()) {
+        return std::nullopt;
     }
+    size = (size + kPage - 1) / kPage * kPage;
+    // Behind all that holds memory: what lies idle of the last free range lies at its low end, or higher up.
+    const auto [start, room] = *std::prev(free_.by_offset.end());
+    std::uint64_t offset = start;
+    if (!idle_.by_offset.empty()) {
+        const auto [last, length] = *std::prev(idle_.by_offset.end());
+        offset = std::max(offset, last + length);
+    }
+    if (size > start + room - offset) {
+        return std::nullopt;
+    }
+    free_.remove(offset, size);
+    used_ += size;
+    taken_.emplace(offset, size);
+    return offset;
 }
 
 std::optional<std::uint64_t> Arena::choose(std::uint64_t size) const {

@@ -36,7 +36,7 @@ class Arena {
 
     std::optional<Taken> take(std::uint64_t size);
     std::uint64_t give(std::uint64_t offset);
-    void populated(std::uint64_t size);
+    std::optional<std::uint64_t> fresh(std::uint64_t size);
 
     std::uint64_t capacity() const { return capacity_; }
     std::uint64_t span() const { return span_; }

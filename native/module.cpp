@@ -172,7 +172,7 @@ void bind_arena(nb::module_& module) {
             },
             nb::arg("size"))
         .def("give", &Arena::give, nb::arg("offset"))
-        .def("populated", &Arena::populated, nb::arg("size"))
+        .def("fresh", &Arena::fresh, nb::arg("size"))
         .def_prop_ro("capacity", &Arena::capacity)
         .def_prop_ro("span", &Arena::span)
         .def_prop_ro("used", &Arena::used)

@@ -119,8 +119,11 @@ class Arena:
         the system before anything else is taken or written. None when there is no room."""
     def give(self, offset: int) -> int:
         """Take a place back; returns its size in whole pages. Raises IndexError where nothing was taken."""
-    def populated(self, size: int) -> None:
-        """Tell that the first `size` bytes hold memory already. Only before the first `take`."""
+    def fresh(self, size: int) -> int | None:
+        """A place of `size` bytes that holds no memory yet; its offset.
+
+        None where the system would have to take idle memory back for it, or no offsets are left.
+        """
     @property
     def capacity(self) -> int: ...
     @property

@@ -51,6 +51,22 @@ class ArenaMachine(RuleBasedStateMachine):
         self.memory |= place
         self.taken[offset // PAGE] = pages
 
+    @rule(size=st.integers(1, 8 * PAGE))
+    def take_fresh(self, size: int) -> None:
+        pages = -(-size // PAGE)
+        held = {page for start, count in self.taken.items() for page in range(start, start + count)}
+        offset = self.arena.fresh(size)
+        if offset is None:
+            last = max(held | self.memory, default=-1)
+            assert len(self.memory) + pages > self.CAPACITY or last + 1 + pages > self.SPAN
+            return
+        place = set(range(offset // PAGE, offset // PAGE + pages))
+        assert offset % PAGE == 0
+        assert max(place) < self.SPAN
+        assert not place & (held | self.memory)
+        self.memory |= place
+        self.taken[offset // PAGE] = pages
+
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def give(self, data: st.DataObject) -> None:
@@ -148,7 +164,28 @@ def test_impossible_arenas_and_sizes_are_refused() -> None:
     assert arena.take(2 * PAGE + 1) is None
     assert arena.take(2**64 - 1) is None
     assert Arena(PAGE - 1, PAGE - 1).take(1) is None
-    arena.populated(2 * PAGE)
-    assert (arena.used, arena.idle) == (0, 2 * PAGE)
-    with pytest.raises(ValueError, match="untouched"):
-        arena.populated(PAGE)
+    with pytest.raises(ValueError, match="0 bytes"):
+        arena.fresh(0)
+    assert arena.fresh(2 * PAGE + 1) is None
+    assert arena.fresh(2**64 - 1) is None
+
+
+def test_a_fresh_place_holds_no_memory_and_costs_none_that_lies_idle() -> None:
+    arena = Arena(4 * PAGE, 16 * PAGE)
+    taken = arena.take(2 * PAGE)
+    assert taken == (0, [])
+    arena.give(0)
+    assert arena.fresh(PAGE) == 2 * PAGE
+    assert (arena.used, arena.idle) == (PAGE, 2 * PAGE)
+    assert arena.fresh(PAGE + 1) is None  # with the idle pages that were one more than there may be
+    arena.give(2 * PAGE)
+    assert (arena.used, arena.idle) == (0, 3 * PAGE)
+    assert arena.take(3 * PAGE) == (0, [])  # all of it lay idle, in one piece
+
+
+def test_there_is_no_fresh_place_behind_the_last_offset() -> None:
+    arena = Arena(2 * PAGE, 2 * PAGE)
+    assert arena.take(PAGE) == (0, [])
+    assert arena.fresh(PAGE) == PAGE
+    arena.give(0)
+    assert arena.fresh(PAGE) is None

@@ -6,6 +6,8 @@ import mmap
 import os
 import random
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,17 @@ class TestMemoryStore(StoreConformance):
 
     def make_small_store(self, directory: Path, capacity: int) -> Store:
         return MemoryStore(capacity)
+
+
+class TestMemoryStoreThatKeepsMemoryReady(StoreConformance):
+    examples = 10
+    race_seconds = 0.3
+
+    def make_store(self, directory: Path) -> Store:
+        return MemoryStore(3 * self.largest, ready=2 * self.largest)
+
+    def make_small_store(self, directory: Path, capacity: int) -> Store:
+        return MemoryStore(capacity, ready=capacity)
 
 
 class TestMemoryStoreWithoutMemfd(StoreConformance):
@@ -242,16 +255,44 @@ def test_the_arena_never_holds_more_memory_than_its_capacity() -> None:
     assert physical(store) <= 16 * MIB
 
 
-def test_a_populated_arena_holds_its_memory_and_works_the_same() -> None:
-    store = MemoryStore(8 * MIB)
-    store.populate()
-    assert physical(store) == 8 * MIB
-    for number in range(8):
+def wait_until(done: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_memory_is_ready_before_it_is_written_and_as_long_as_the_arena_grows() -> None:
+    store = MemoryStore(64 * MIB, ready=16 * MIB)
+    wait_until(lambda: physical(store) == 16 * MIB)
+    assert store.used == 0
+    for number in range(7):
         filled(store, f"object{number}", MIB, number)
-    assert physical(store) == 8 * MIB
-    assert all(read(store, f"object{n}") == random.Random(n).randbytes(MIB) for n in range(8))
-    with pytest.raises(ValueError, match="untouched"):
-        store.populate()
+    assert physical(store) == 16 * MIB  # more than half of it is left
+    filled(store, "object7", 2 * MIB, 7)
+    wait_until(lambda: physical(store) == 26 * MIB)
+    for number in range(8, 63):
+        filled(store, f"object{number}", MIB, number)
+    wait_until(lambda: store._filler is None)
+    assert store.used == physical(store) == 64 * MIB
+    assert all(read(store, f"object{n}") == random.Random(n).randbytes(MIB) for n in range(7))
+    store.close()
+
+
+def test_who_needs_the_whole_arena_gets_it_while_memory_is_made_ready() -> None:
+    for _ in range(20):
+        store = MemoryStore(8 * MIB, ready=8 * MIB)
+        filled(store, "object", 8 * MIB, 0)
+        assert store.used == 8 * MIB
+        wait_until(lambda store=store: store._filler is None)  # type: ignore[misc]
+        assert physical(store) == 8 * MIB
+        store.close()
+
+
+def test_a_store_is_closed_while_memory_is_made_ready() -> None:
+    for _ in range(20):
+        MemoryStore(256 * MIB, ready=128 * MIB).close()
+    wait_until(lambda: all(each.name != "retain-memory-ready" for each in threading.enumerate()))
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 4095])

@@ -25,9 +25,10 @@ def open_store(address: TierAddress) -> Store:
 
 def _open(address: TierAddress) -> Store:
     if address.kind == "memory":
-        from retain.stores.memory import MemoryStore
+        from retain.stores.memory import READY, MemoryStore
 
-        return MemoryStore(address.capacity or 0)
+        capacity = address.capacity or 0
+        return MemoryStore(capacity, min(READY, capacity // 4))
     if address.kind == "disk":
         from retain.stores.disk import DiskStore
 
