@@ -65,7 +65,7 @@ class DiskStore:
                 opened.callback(os.close, self._session_lock)
                 _remove_orphans(self._writing, self.path)
                 opened.pop_all()
-        self._direct = False
+        self._direct = direct.Pays()
         self._measuring = threading.Lock()
         self._measured = threading.Event()
 
@@ -77,7 +77,7 @@ class DiskStore:
             file = os.open(temporary, _CREATE, 0o600, dir_fd=self._writing)
             try:
                 try:
-                    _write_all(file, parts)
+                    self._write_parts(file, parts)
                 finally:
                     os.close(file)  # may be where a network file system tells that there is no room
                 shard = self._shard(name, make=True)
@@ -98,7 +98,7 @@ class DiskStore:
                 return 0
             done = 0
             cold = len(target) >= direct.LEAST_BYTES and not direct.is_cached(file, offset)
-            if cold and self.reads_directly():
+            if cold and self.pays_directly().reads:
                 done = direct.read(file, target, offset)
             while done < len(target):
                 got = os.preadv(file, [target[done:]], offset + done)
@@ -143,13 +143,20 @@ class DiskStore:
         if last:
             self._let_go()
 
-    def reads_directly(self, wait: float = 0.0) -> bool:
-        """Whether large objects are read past the page cache; waits so many seconds for the measurement."""
+    def pays_directly(self, wait: float = 0.0) -> direct.Pays:
+        """Whether large objects are read and written past the page cache; waits so many seconds for the
+        measurement."""
         if not self._measured.is_set():
             if self._measuring.acquire(blocking=False):  # once, when it is first of interest
                 threading.Thread(target=self._measure, name="retain-disk", daemon=True).start()
             self._measured.wait(wait)
         return self._direct
+
+    def _write_parts(self, file: int, parts: list[memoryview]) -> None:
+        if parts and len(parts[0]) >= direct.LEAST_BYTES and self.pays_directly().writes:
+            done = direct.write(file, parts[0])
+            parts = [parts[0][done:], *parts[1:]] if done < len(parts[0]) else parts[1:]
+        _write_rest(file, parts)
 
     def _measure(self) -> None:
         try:
@@ -243,7 +250,7 @@ class DiskStore:
             os.close(descriptor)
 
 
-def _write_all(file: int, parts: Sequence[memoryview]) -> None:
+def _write_rest(file: int, parts: Sequence[memoryview]) -> None:
     left = list(parts)
     while left:
         done = os.writev(file, left[:_MOST_CHUNKS])
