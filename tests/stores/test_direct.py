@@ -1,4 +1,4 @@
-"""Reads and writes past the page cache: used where they pay, and never another object's bytes or a part of one."""
+"""Reads and writes past the page cache: where they pay, and never another object's bytes or a part of one."""
 
 from __future__ import annotations
 
