@@ -249,15 +249,20 @@ class MemoryStore:
         left, may_grow = self._arena.idle, self._arena.used + self._arena.idle + _STEP <= self.capacity
         if self._filler is None and left < self._ready // 2 and may_grow:
             self._filler = threading.Thread(target=self._fill, name="retain-memory-ready", daemon=True)
-            self._filler.start()
+            try:
+                self._filler.start()
+            except RuntimeError:  # the process may have no more threads, or ends: then who writes waits
+                self._filler = None
 
     def _fill(self) -> None:
         while True:
             with self._lock:
-                wanted = not self._closed and self._arena.idle < self._ready
-                offset = self._arena.fresh(_STEP) if wanted else None
-                if offset is None:
+                if self._closed or self._arena.idle >= self._ready:
                     self._filler = None
+                    return
+                offset = self._arena.fresh(_STEP)
+                if offset is None:  # it has grown as far as it can
+                    self._filler, self._ready = None, 0
                     return
                 self._touching = _STEP
                 place = self._memory[offset : offset + _STEP]
