@@ -339,8 +339,9 @@ class CacheConformance:
         assert names == {key.hex() for key in liked.keys}
         counters = cache.stats().counters
         assert counters["written_objects"] == 2
-        assert counters["declined_objects"] == 24
-        assert counters["declined_bytes"] == 24 * SIZE
+        # 34 blocks in 8 slots; two of them may still lie there, held until their write is done
+        assert 24 <= counters["declined_objects"] <= 26
+        assert counters["declined_bytes"] == counters["declined_objects"] * SIZE
         again = chain_of(range(1000, 1064))
         fill(cache, again)
         for start in range(10_000, 13_000, 1000):
