@@ -26,9 +26,9 @@ PAIRS, WARM, RESTARTS = 3, 15, 5
 
 def run(tokens: int = 4096) -> Report:
     """Measure with the packaged SmolLM2 as it is quantised, float16 KV and flash attention: llama.cpp's own
-    choices. Everything lies in a temporary folder. llama.cpp's quantised arithmetic depends on how many tokens
-    it runs at once, so answers are compared with llama.cpp's own in the same pieces: a cold prompt with the
-    whole prompt, kept KV with llama.cpp's own file, after both of which only the last token is run.
+    choices. Everything lies in a temporary folder. llama.cpp's quantised arithmetic depends on how many
+    tokens it runs at once, so answers are compared with llama.cpp's own in the same pieces: a cold prompt
+    with the whole prompt, kept KV with llama.cpp's own file; of both only the last token is run then.
     """
     with (
         Steps("ttft llamacpp", 2 * PAIRS + 2 * WARM + RESTARTS + 1) as steps,
